@@ -20,8 +20,21 @@ SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 QUESTIONS = ["Who wrote to Charles Babbage?", "where was nobody waiting", "été?"]
 CONTEXTS = [CORPUS[0], f"{CORPUS[1]}. {CORPUS[3]} {CORPUS[0]} {CORPUS[1]} Ada ADA", "😀 Ωμέγα, naïve façade"]
 
+
+def without_segments() -> Any:
+    """A tokenizer that says nothing of segments, for a model that finds them itself."""
+    hf = wordpiece()
+    hf.model_input_names = ["input_ids", "attention_mask"]
+    return hf
+
+
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "bert": ("BertForQuestionAnswering", {"max_position_embeddings": 128}, wordpiece),
+    "big-bird": (
+        "BigBirdForQuestionAnswering",
+        {"max_position_embeddings": 128, "attention_type": "original_full", "sep_token_id": 3},
+        without_segments,
+    ),
     "roberta": ("RobertaForQuestionAnswering", {"max_position_embeddings": 200, "pad_token_id": 1}, roberta),
     "xlmr": ("XLMRobertaForQuestionAnswering", {"max_position_embeddings": 130, "pad_token_id": 1}, xlmr),
     "deberta-v3": (

@@ -47,6 +47,8 @@ SERVED = [family for family in families.FAMILIES if family.weights is not None]
 # What no answer depends on, though it is there, by how names of shapes begin: what a config has no terms that read, and
 # sinusoids and frequencies, which are made here as there.
 UNREAD: dict[str, str] = {
+    # Beside each head, of which none but that of a sentence's place reads it.
+    "big-bird": r"pooler\.(weight|bias)",
     "deberta-1-no-terms": r"encoder\.rel_embeddings\.weight",
     "deberta-no-terms": r"encoder\.(rel_embeddings\.weight|LayerNorm\.(weight|bias))",
     "deberta-not-relative-scaled": r"encoder\.LayerNorm\.(weight|bias)",

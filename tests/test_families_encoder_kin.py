@@ -12,6 +12,7 @@ from support.pages import CPU, load
 from support.published import read
 from support.published_encoder_kin import (
     ALBERT_BASE_V2,
+    BIG_BIRD_BASE,
     CONVBERT_BASE,
     ESM2_8M,
     JINA_V2_SMALL,
@@ -39,6 +40,7 @@ from engine.model.spec import (
     Neighbours,
     Repeated,
     Spans,
+    SparseBlocks,
     Stack,
     Tokens,
 )
@@ -113,6 +115,18 @@ def test_xlm_as_published(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- layers of the same weights
 
 
+def test_big_bird_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, BIG_BIRD_BASE)
+    assert {block.attention.blocks for block in encoder(model).blocks} == {SparseBlocks(size=64, drawn=3)}
+    assert SparseBlocks(size=64, drawn=3).whole == 704
+    assert (words(model).positions, words(model).token_types, words(model).second_after) == (Learned(4096), 2, None)
+    assert model.head == MaskedLm(tied=True, activation="gelu_tanh", norm=Norm("layer", 1e-12, bias=True))
+    answering = BIG_BIRD_BASE | {"architectures": ["BigBirdForQuestionAnswering"]}
+    assert words(read(tmp_path, answering)).second_after == 66
+    whole = read(tmp_path, BIG_BIRD_BASE | {"attention_type": "original_full"})
+    assert {block.attention.blocks for block in encoder(whole).blocks} == {None}
+
+
 def test_layers_share_one_module(tmp_path: Path) -> None:
     """They are in memory once, plain and of few bits, and run as often as the config says."""
     subject = make_encoder_checkpoint(ENCODER_SHAPES["albert"], tmp_path)
@@ -181,6 +195,12 @@ def test_masks_scale_their_own_input_alone() -> None:
             CONVBERT_BASE,
             {"hidden_size": 12, "head_ratio": 1},
             "which 12 heads of attention and as many of convolutions",
+        ),
+        (BIG_BIRD_BASE, {"attention_type": "full"}, "must be block_sparse or original_full, got 'full'"),
+        (
+            BIG_BIRD_BASE,
+            {"architectures": ["BigBirdForQuestionAnswering"], "sep_token_id": None},
+            "sep_token_id of the config must be the id",
         ),
         (XLM_MLM_EN, {"causal": True}, "causal of the config must be false"),
         (XLM_MLM_EN, {"is_encoder": False}, "is_encoder of the config must be true"),

@@ -35,11 +35,13 @@ from engine.model.spec import (
     Experts,
     FirstToken,
     Gated,
+    GlobalStream,
     GlobalTokens,
     Lm,
     ModelSpec,
     Post,
     Pre,
+    SparseBlocks,
     Stack,
     Tokens,
 )
@@ -267,6 +269,55 @@ LONG_T5_TGLOBAL_BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": True,
     "vocab_size": 32128,
+}
+BIGBIRD_PEGASUS_ARXIV: dict[str, Any] = {
+    "activation_function": "gelu_new",
+    "architectures": ["BigBirdPegasusForConditionalGeneration"],
+    "attention_type": "block_sparse",
+    "block_size": 64,
+    "bos_token_id": 2,
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layers": 16,
+    "decoder_start_token_id": 2,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 16,
+    "eos_token_id": 1,
+    "is_encoder_decoder": True,
+    "max_position_embeddings": 4096,
+    "model_type": "bigbird_pegasus",
+    "num_random_blocks": 3,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "use_bias": False,
+    "use_cache": True,
+    "vocab_size": 96103,
+}
+PEGASUS_X_BASE: dict[str, Any] = {
+    "activation_function": "relu",
+    "architectures": ["PegasusXForConditionalGeneration"],
+    "block_size": 512,
+    "d_model": 768,
+    "decoder_attention_heads": 12,
+    "decoder_ffn_dim": 3072,
+    "decoder_layers": 12,
+    "decoder_start_token_id": 0,
+    "encoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072,
+    "encoder_layers": 12,
+    "eos_token_id": 1,
+    "forced_eos_token_id": 1,
+    "is_encoder_decoder": True,
+    "max_position_embeddings": 16384,
+    "model_type": "pegasus_x",
+    "num_global_tokens": 128,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "stagger_local_blocks": True,
+    "use_cache": True,
+    "vocab_size": 96103,
 }
 SWITCH_BASE_8: dict[str, Any] = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -659,6 +710,51 @@ def test_long_t5(read: Read) -> None:
     assert read(LONG_T5_TGLOBAL_BASE, encoder_attention_type="local") == seeing(None)
 
 
+def test_bigbird_pegasus(read: Read) -> None:
+    """A relative of BART without biases in attention, and blocks in the encoder."""
+    tokens = Tokens(vocab_size=96103, width=1024, scale=32.0, positions=Learned(4096))
+    expected = relative(BIGBIRD_PEGASUS_ARXIV, tokens, Pre, final=True, activation="gelu_tanh")
+
+    def seeing(blocks: SparseBlocks | None, bias: bool) -> ModelSpec:
+        encoder, decoder = stacks(expected)
+        both_ways = replace(encoder.blocks[0].attention, qkv_bias=bias, out_bias=bias)
+        causal = replace(decoder.blocks[0].attention, qkv_bias=bias, out_bias=bias)
+        read = replace(encoder.blocks[0], attention=replace(both_ways, blocks=blocks))
+        written = replace(decoder.blocks[0], attention=causal, cross=both_ways)
+        return replace(
+            expected,
+            encoder=replace(encoder, blocks=(read,) * 16),
+            decoder=replace(decoder, blocks=(written,) * 16),
+        )
+
+    assert read(BIGBIRD_PEGASUS_ARXIV) == seeing(SparseBlocks(64, 3), False)
+    assert read(BIGBIRD_PEGASUS_ARXIV, attention_type="original_full", use_bias=True) == seeing(None, True)
+
+
+def test_pegasus_x(read: Read) -> None:
+    """A relative of BART without biases in attention; blocks of every other layer of the encoder begin earlier."""
+    model = read(PEGASUS_X_BASE)
+    tokens = Tokens(vocab_size=96103, width=768, scale=768**0.5, positions=SpannedSinusoidal(16384))
+    expected = relative(PEGASUS_X_BASE, tokens, Pre, final=True, activation="relu")
+    encoder, decoder = stacks(expected)
+    both_ways, causal = (
+        replace(stack.blocks[0].attention, qkv_bias=False, out_bias=False) for stack in (encoder, decoder)
+    )
+    first, second = (
+        replace(encoder.blocks[0], attention=replace(both_ways, stream=GlobalStream(512, shift, LAYER)))
+        for shift in (0, 256)
+    )
+    written = replace(decoder.blocks[0], attention=causal, cross=both_ways)
+    assert model == replace(
+        expected,
+        encoder=replace(encoder, blocks=(first, second) * 6, global_vectors=128),
+        decoder=replace(decoder, blocks=(written,) * 12),
+        head=Lm(tied=True),
+    )
+    even = read(PEGASUS_X_BASE, stagger_local_blocks=False, block_size=511)
+    assert {block.attention.stream for block in stacks(even)[0].blocks} == {GlobalStream(511, 0, LAYER)}
+
+
 def test_switch_base_8(read: Read) -> None:
     """Every second layer has experts; those of the encoder have room for 64 tokens of an input."""
     model = read(SWITCH_BASE_8)
@@ -719,6 +815,7 @@ def test_relatives_altered(read: Read) -> None:
         (NLLB_600M, {"pad_token_id": None}, ("pad_token_id", "256206", "None")),
         (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
         (LONG_T5_TGLOBAL_BASE, {"encoder_attention_type": "full"}, ("encoder_attention_type", "local", "'full'")),
+        (PEGASUS_X_BASE, {"block_size": 511}, ("block_size", "must be even", "511")),
         (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),
         (SWITCH_BASE_8, {"expert_capacity": 0}, ("expert_capacity", "at least 1", "0")),
         (SWITCH_BASE_8, {"dense_act_fn": "gated-gelu"}, ("'gated-gelu'",)),

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata
+from engine.backends.torch import attention_sparse
 
 LENGTH = 16384
 LIMIT = 2 << 30  # bytes above what the loaded model takes
@@ -82,6 +87,22 @@ def test_memory_of_long_inputs(name: str, task: str, tmp_path: Path) -> None:
     found = measure(tmp_path, task)
     assert found["shape"][0] == (LENGTH if task == "answer" else 1)
     assert all(number == number for number in found["first"])
+
+
+def test_attention_to_blocks_is_no_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's queries meet all keys where it is the first or the last one, those of five blocks elsewhere."""
+    length, size, met = 4096, 64, []
+    attend = attention_sparse.F.scaled_dot_product_attention
+
+    def spy(queries: Tensor, keys: Tensor, *more: Any, **options: Any) -> Tensor:
+        met.append((queries.shape[2], keys.shape[2]))
+        return attend(queries, keys, *more, **options)
+
+    monkeypatch.setattr(attention_sparse.F, "scaled_dot_product_attention", spy)
+    heads = (torch.randn(length, 1, 8), torch.randn(length, 1, 8), torch.randn(length, 1, 8))
+    rows = AttentionMetadata.build([length], [length], torch.device("cpu"))
+    attention_sparse.attend(heads, rows, 1.0, size=size, whole=704, first_counts=4)
+    assert met == [(64, length), (64, 4 * 64), *[(64, 5 * 64)] * 60, (64, 4 * 64), (64, length)]
 
 
 LED = transformers.LEDConfig(

@@ -104,10 +104,11 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
             param="input",
             code="context_length_exceeded",
         )
-    if not isinstance(input, TokenInput):
-        return ReadInput(tokens)
-    types = _token_types(input.token_type_ids, len(tokens), info)
-    return ReadInput(tokens, token_type_ids=types, boxes=read_boxes(input.bbox, len(tokens), info))
+    given = input if isinstance(input, TokenInput) else TokenInput(tokens)
+    types = _token_types(given.token_type_ids, len(tokens), info)
+    if given.token_type_ids is None and info.second_after is not None:
+        types = _split_after(tokens, info.second_after)
+    return ReadInput(tokens, token_type_ids=types, boxes=read_boxes(given.bbox, len(tokens), info))
 
 
 def as_signal(values: Any) -> NDArray[np.float32]:
@@ -183,6 +184,12 @@ def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:
         raise InvalidRequestError(f"{name} must hold integers.", param=name)
     check_ids(name, types, max(info.token_types, 1))
     return tuple(types) if any(types) else ()
+
+
+def _split_after(tokens: tuple[int, ...], token: int) -> tuple[int, ...]:
+    """Segments of tokens: 0 up to the first one of that id, or up to the first of all where there is none, then 1."""
+    end = tokens.index(token) if token in tokens else 0
+    return (*[0] * (end + 1), *[1] * (len(tokens) - end - 1))
 
 
 def read_boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...], ...]:

@@ -27,6 +27,7 @@ class Abilities:
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
     token_types: int = 0
+    second_after: int | None = None
     boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
@@ -59,6 +60,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     found["filler"] = model.filler
     if isinstance(embedding, spec.Tokens):
         found["token_types"], found["boxes"] = embedding.token_types, embedding.boxes
+        found["second_after"] = embedding.second_after
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
         logger.warning(

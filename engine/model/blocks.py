@@ -11,6 +11,7 @@ from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
 from engine.model.layers import (
@@ -138,6 +139,8 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
     kind: type[SelfAttention] = SelfAttention if part.global_tokens is None else GlobalAttention
     if part.block_sums is not None:
         kind = BlockSumAttention
+    if part.stream is not None:
+        kind = StreamAttention
     if isinstance(part.position, Disentangled):
         kind = DisentangledAttention
     return kind(part, hidden_size, backend, place)

@@ -67,7 +67,8 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
          "max_seq_len", "original_max_position_embeddings", "max_encoder_position_embeddings",
-         "max_decoder_position_embeddings", "max_2d_position_embeddings", "global_block_size",
+         "max_decoder_position_embeddings", "max_2d_position_embeddings", "global_block_size", "block_size",
+         "num_global_tokens",
          "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step",
          "attention_chunk_size"), _TOKENS,
     ),
@@ -76,7 +77,7 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("type_vocab_size", "task_type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size",
          "rotary_dim", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
-         "shared_intermediate_size", "local_radius"), _FROM_ZERO,
+         "shared_intermediate_size", "local_radius", "num_random_blocks"), _FROM_ZERO,
     ),
 }  # fmt: skip
 """Integers, and from where to where each may be."""
@@ -106,7 +107,7 @@ _NEEDED = frozenset(
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
     | {"attention_heads", "dff", "src_vocab_size", "tgt_vocab_size"}
     | {"max_encoder_position_embeddings", "max_decoder_position_embeddings", "max_2d_position_embeddings"}
-    | {"local_radius", "global_block_size"}
+    | {"local_radius", "global_block_size", "num_random_blocks", "num_global_tokens"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
     | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}
@@ -211,8 +212,8 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
 
 
 def _parameters(stack: Stack) -> int:
-    """Those of the matrices in the layers."""
-    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks)
+    """Those of the matrices in the layers, and of the vectors beside the tokens."""
+    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + stack.global_vectors * stack.hidden_size
 
 
 def _of_block(block: Block, features: int) -> int:

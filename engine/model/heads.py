@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name
+from engine.model.blocks import Sublayer, build_feed_forward
 from engine.model.executor import Executor, fastest
 from engine.model.layers import Linear
 from engine.model.normalisation import Norm
@@ -23,12 +24,14 @@ NO_TABLES = Tables({}, {})
 
 
 class Head(nn.Module):
-    """norm(activation(dense(x))) where there is a dense layer, then a matrix of outputs.
+    """norm(activation(dense(x))) where there is a dense layer, then a matrix of outputs; first of all a network, where
+    there is one.
 
     Args:
         sizes: features of the hidden states, of the dense layer (None: there is none), and of the outputs.
         shared: the output matrix, if another module owns it.
         beyond: so many of the last features have an output matrix of their own, without a bias.
+        network: the part that the hidden states go through first.
     """
 
     def __init__(
@@ -42,14 +45,19 @@ class Head(nn.Module):
         bias: bool,
         shared: nn.Parameter | None = None,
         beyond: int = 0,
+        network: spec.ResidualNetwork | None = None,
     ):
         super().__init__()
         hidden, width, outputs = sizes
+        self.network = None
+        if network is not None:
+            inner = build_feed_forward(network.ffn, hidden, place)
+            self.network = Sublayer(inner, outer=build_norm(network.norm, hidden, place))
         self.dense = None if width is None else Linear(hidden, width, dense_bias, place)
         self.norm = build_norm(norm, width or hidden, place)
         self.output = Linear((width or hidden) - beyond, outputs, bias, place, shared=shared)
         self.beyond = Linear(beyond, outputs, False, place) if beyond else None
-        self.program = compile_head(hidden, self.dense, activation, self.norm)
+        self.program = compile_head(hidden, self.network, self.dense, activation, self.norm)
         self.executor: Executor = TorchExecutor(self.program, NO_TABLES)
 
     def make_ready(self) -> None:
@@ -164,7 +172,15 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
             )
         case spec.AnswerSpan():
             width = None if part.activation is None else hidden
-            return Head((hidden, width, 2), part.activation, part.norm, place, dense_bias=part.dense_bias, bias=True)
+            return Head(
+                (hidden, width, 2),
+                part.activation,
+                part.norm,
+                place,
+                dense_bias=part.dense_bias,
+                bias=True,
+                network=part.network,
+            )
         case spec.Embedder():
             return Embedder(part, hidden, place)
         case spec.Pool():

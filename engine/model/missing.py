@@ -40,6 +40,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
                     missing.append("Disentangled attention without vectors of distances")
                 if attention.block_sums is not None and (stack.shared_bias is None or stack.block_bias is None):
                     missing.append("sums of blocks without biases by distance that layers share")
+                if attention.stream is not None and not stack.global_vectors:
+                    missing.append("attention to vectors beside tokens where there are none")
                 if stack.shared_bias is not None and attention.position is not None:
                     missing.append(f"a shared bias beside {type(attention.position).__name__}")
     if model.encoder is not None and model.decoder is not None and model.rotary_limits:
@@ -78,6 +80,10 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("global tokens in a decoder")
         if block.attention.block_sums is not None:
             missing.append("sums of blocks in a decoder")
+        if block.attention.blocks is not None:
+            missing.append("attention to some blocks in a decoder")
+        if block.attention.stream is not None:
+            missing.append("vectors beside a decoder's tokens")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -99,6 +105,8 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with sinks": cross.sinks is not None,
         "with global tokens": cross.global_tokens is not None,
         "with sums of blocks": cross.block_sums is not None,
+        "to some blocks": cross.blocks is not None,
+        "with vectors beside tokens": cross.stream is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
@@ -128,6 +136,8 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         "layers that mix no tokens": (attention.heads == 0) != (block.mixing is not None),
         **_unsupported_bottleneck(block),
         **_unsupported_convolution(block.beside),
+        "vectors beside tokens in layers of another kind": attention.stream is not None
+        and not (isinstance(block.placement, spec.Pre) and isinstance(ffn, spec.Dense)),
         "cross-attention between these norms": block.cross is not None
         and not isinstance(block.placement, spec.Pre | spec.Post),
     }
@@ -142,22 +152,34 @@ def experts_of(ffn: spec.FeedForward) -> spec.Experts | None:
 
 def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
     kernel = 1 if part.spans is None else part.spans.kernel
+    windowed = _is_bare(part, windowed=True)
     return {
         "Disentangled attention of heads that share keys": part.content_bias and part.heads != part.kv_heads,
         f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
         "convolutions beside attention with rotary positions": part.spans is not None
         and isinstance(part.position, Rotary),
-        "global tokens in attention of another kind": part.global_tokens is not None and not _is_plain(part),
-        "sums of blocks in attention of another kind": part.block_sums is not None and not _is_plain(part),
-        "sums of blocks beside global tokens": part.block_sums is not None and part.global_tokens is not None,
+        "global tokens in attention of another kind": part.global_tokens is not None and not windowed,
+        "sums of blocks in attention of another kind": part.block_sums is not None and not windowed,
+        "attention to some blocks of another kind": part.blocks is not None and not _is_bare(part, windowed=False),
+        "vectors beside tokens in attention of another kind": part.stream is not None
+        and not _is_bare(part, windowed=False),
+        "two ways to see what lies out of a window": sum(
+            way is not None for way in (part.global_tokens, part.block_sums, part.blocks, part.stream)
+        )
+        > 1,
     }
 
 
-def _is_plain(part: spec.Attention) -> bool:
-    """Whether attention has nothing beside its window that the modules of those in and out of it do not know."""
+def _is_bare(part: spec.Attention, *, windowed: bool) -> bool:
+    """Whether attention has nothing beside heads and a window that the modules of tokens out of it do not know.
+
+    Args:
+        windowed: it must have a window, which reaches equally far to both sides, or else it must have none.
+    """
     beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     reaches = isinstance(part.window, Window) and part.window.left == part.window.right
-    return beside == (None,) * len(beside) and reaches and not part.causal and part.heads == part.kv_heads
+    fits = reaches if windowed else part.window is None
+    return beside == (None,) * len(beside) and fits and not part.causal and part.heads == part.kv_heads
 
 
 def _unsupported_bottleneck(block: spec.Block) -> dict[str, bool]:

@@ -25,6 +25,7 @@ from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
@@ -366,6 +367,52 @@ class AttendToBlocks(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttendInBlocks(HasRows):
+    """out = attention of the queries to those of the keys and values beside them that lie in blocks they see.
+
+    Attributes:
+        heads: queries, keys and values side by side.
+    """
+
+    READS = ("heads",)
+    WRITES = ("out",)
+    part: spec.Attention
+    heads: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeginBeside(HasRows):
+    """Each input of the pass gets these vectors, [count, features], which go through the layers beside its tokens."""
+
+    vectors: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendBeside(HasRows):
+    """out = attention of the queries to the keys and values beside them that lie in their block, and to those of the
+    vectors beside the tokens; these gain what they see of all tokens and of each other.
+
+    Attributes:
+        heads: queries, keys and values side by side.
+    """
+
+    READS = ("heads",)
+    WRITES = ("out",)
+    module: StreamAttention
+    heads: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedBeside(HasRows):
+    """The vectors beside the tokens gain what a feed-forward network makes of their norms."""
+
+    before: nn.Module | None
+    network: DenseFeedForward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -501,6 +548,10 @@ Operation = (
     | Attend
     | AttendGlobally
     | AttendToBlocks
+    | AttendInBlocks
+    | BeginBeside
+    | AttendBeside
+    | FeedBeside
     | Activate
     | ActivateXielu
     | Open
@@ -555,6 +606,7 @@ def compile_stack(
     hidden_size: int,
     paged: bool,
     readers: Sequence[CrossAttention | None] = (),
+    beside: nn.Parameter | None = None,
 ) -> Program:
     """The program of a stack.
 
@@ -562,9 +614,12 @@ def compile_stack(
         hidden_size: features of the residual stream.
         paged: keys and values are kept in pages.
         readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
+        beside: vectors that go through the layers beside the tokens.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
+    if beside is not None:
+        builder.add(BeginBeside(beside))
     for layer, block in enumerate(blocks):
         builder.block(block, layer)
     result = builder.normed(final_norm)
@@ -577,12 +632,18 @@ def compile_stack(
 
 
 def compile_head(
-    hidden_size: int, dense: Linear | None, activation: spec.Activation | None, norm: nn.Module | None
+    hidden_size: int,
+    network: Sublayer | None,
+    dense: Linear | None,
+    activation: spec.Activation | None,
+    norm: nn.Module | None,
 ) -> Program:
-    """The program of norm(activation(dense(x))) of rows, where each part may be absent."""
+    """The program of norm(activation(dense(network(x)))) of rows, where each part may be absent."""
     builder = Builder(hidden_size, False)
     builder.add(Take(builder.stream))
-    x = builder.stream if dense is None else builder.product(dense, builder.stream, "dense")
+    x = builder.stream if network is None else builder.residual(network, builder.stream)
+    if dense is not None:
+        x = builder.product(dense, x, "dense")
     if activation is not None:
         hidden = builder.rows("hidden", x.width)
         builder.add(Activate(activation, x, hidden, False))
@@ -636,6 +697,9 @@ class Builder:
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
                         self.sublayer(sublayer, layer)
+                if isinstance(block.attention.inner, StreamAttention):
+                    assert isinstance(block.ffn.inner, DenseFeedForward)
+                    self.add(FeedBeside(block.ffn.before, block.ffn.inner))
             case _:
                 raise TypeError(f"{type(block).__name__} is no block")
 
@@ -649,6 +713,14 @@ class Builder:
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def residual(self, part: Sublayer, x: Rows) -> Rows:
+        """outer(x + f(x)) of rows that stay as they are."""
+        assert part.outer is not None
+        total, out = self.rows("total", x.width), self.rows("normed total", x.width)
+        self.add(Add(x, self._inner(part.inner, x, "network", 0), total))
+        self.add(Normalize(part.outer, total, out))
+        return out
 
     def _parallel(self, block: ParallelBlock, layer: int) -> None:
         """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm."""
@@ -774,6 +846,10 @@ class Builder:
             self.add(AttendGlobally(module, heads, of_global, attended))
         elif isinstance(module, BlockSumAttention):
             self.add(AttendToBlocks(module, x, heads, attended))
+        elif isinstance(module, StreamAttention):
+            self.add(AttendBeside(module, heads, attended))
+        elif module.part.blocks is not None:
+            self.add(AttendInBlocks(module.part, heads, attended))
         else:
             self.add(Attend(module, prepared.queries, kv, attended, own))
         if module.spans is not None:

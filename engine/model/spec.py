@@ -132,6 +132,46 @@ class BlockSums:
     norm: Norm
 
 
+@dataclass(frozen=True, slots=True)
+class SparseBlocks:
+    """Tokens see blocks of others, which are cut from an input's beginning on: their own block, those beside it, the
+    first and the last one. Tokens of the first and of the last block see all (BigBird, arXiv:2007.14062, 2).
+
+    In training tokens see some blocks drawn at random, too. transformers puts the first block in the place of each of
+    these when it serves a model, so that its keys count several times; here they do so, too.
+
+    Attributes:
+        size: tokens of a block.
+        drawn: blocks that training drew for a token.
+    """
+
+    size: int
+    drawn: int
+
+    @property
+    def whole(self) -> int:
+        """Inputs of up to so many tokens are not cut: all their tokens see all."""
+        return (5 + 2 * self.drawn) * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStream:
+    """Tokens see those of their own block, and the stack's `global_vectors`. These go through the layers beside the
+    tokens of each input: they see all of them and each other, by the projections of tokens but after a norm of their
+    own, and go through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3).
+
+    Attributes:
+        size: tokens of a block.
+        shift: so many tokens are missing from an input's first block; where they are in every other layer, blocks
+            overlap those before and after.
+        norm: of the vectors, before attention.
+    """
+
+    size: int
+    shift: int
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -153,6 +193,8 @@ class Attention:
             With latents there is one KV head, and head_dim is the width of what pages hold of a token.
         global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
         block_sums: what tokens see besides those in the window, which reaches equally far to both sides then.
+        blocks: the blocks that tokens see, in an encoder; None for all.
+        stream: what tokens of an encoder see where vectors go through its layers beside them.
     """
 
     heads: int
@@ -173,6 +215,8 @@ class Attention:
     latent: Latent | None = None
     global_tokens: GlobalTokens | None = None
     block_sums: BlockSums | None = None
+    blocks: SparseBlocks | None = None
+    stream: GlobalStream | None = None
 
     @property
     def turned(self) -> int:
@@ -478,6 +522,8 @@ class Tokens:
         neighbours: what vectors are made of before anything is added.
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
+        second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
+            second; without one, those after its first token. None: all are of the first.
         tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
             (arXiv:2107.02137); 0 for none.
         boxes: rows of the tables of where on its page a token stands, one for horizontal and one for vertical places
@@ -496,6 +542,7 @@ class Tokens:
     neighbours: Neighbours | None = None
     positions: Positions | None = None
     token_types: int = 0
+    second_after: int | None = None
     tasks: int = 0
     boxes: int = 0
     token_norm: Norm | None = None
@@ -580,6 +627,7 @@ class Stack:
         blocks: one per layer; they may differ.
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
+        global_vectors: learned vectors that go through the layers beside the tokens of each input.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
@@ -591,6 +639,7 @@ class Stack:
     final_norm: Norm | None
     shared_bias: RelativeBuckets | None = None
     block_bias: RelativeBuckets | None = None
+    global_vectors: int = 0
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None
@@ -688,17 +737,27 @@ class Classifier:
     padding_id: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ResidualNetwork:
+    """norm(x + ffn(x))."""
+
+    ffn: Dense
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpan:
     """norm(activation(dense(x))) where there is a dense layer, then two numbers of each token: that an answer begins
     with it, and that one ends with it (BERT, arXiv:1810.04805, 4.2).
 
     Attributes:
+        network: stands before all that, where there is one.
         activation: of the dense layer; None for no such layer.
         norm: after that layer.
         dense_bias: that layer has a bias.
     """
 
+    network: ResidualNetwork | None = None
     activation: Activation | None = None
     norm: Norm | None = None
     dense_bias: bool = True

@@ -75,6 +75,9 @@ class TransformerStack(nn.Module):
         self.block_bias = None
         if stack.block_bias is not None:
             self.block_bias = BucketTable(stack.block_bias, stack.attentions[0].heads, place)
+        self.global_vectors = None
+        if stack.global_vectors:
+            self.global_vectors = place.parameter(stack.global_vectors, stack.hidden_size)
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
@@ -87,6 +90,7 @@ class TransformerStack(nn.Module):
             hidden_size=stack.hidden_size,
             paged=paged,
             readers=readers,
+            beside=self.global_vectors,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 

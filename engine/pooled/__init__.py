@@ -273,9 +273,10 @@ def boxes_of(
 
 
 def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -> TokenInput:
-    """An input for the engine. Segments are left out for models that tell none apart, whatever the tokenizer says; a
-    text is filled up for a model that reads texts of one length, and what came as ids is not."""
+    """An input for the engine. Segments are left out for models that tell none apart, whatever the tokenizer says, and
+    where it says nothing of them; a text is filled up for a model that reads texts of one length, and what came as ids
+    is not."""
     ids = encoding.ids
     if text is not None and info.filler is not None:
         ids = ids + [info.filler] * (info.max_model_len - len(ids))
-    return TokenInput(ids, text, encoding.type_ids if info.token_types > 1 else None)
+    return TokenInput(ids, text, encoding.type_ids if info.token_types > 1 and any(encoding.type_ids) else None)

@@ -34,6 +34,8 @@ class EncoderShape:
         vocab: ids of inputs are any below it, those of special tokens included.
         finish: changes the saved folder, for checkpoints in an older form, say.
         global_tokens: ids to transformers' global_attention_mask, for models that have one.
+        prepare: makes the reference, the whole model or its encoder, ready for an input, and gives what else it is to
+            be told.
     """
 
     architecture: str
@@ -42,6 +44,7 @@ class EncoderShape:
     seed: int = 0
     finish: Callable[[Path], None] | None = None
     global_tokens: Callable[[Sequence[int]], Sequence[int]] | None = None
+    prepare: Callable[[Any, TokenInput], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class EncoderCheckpoint:
         return logits
 
     def _run(self, model: Any, input: TokenInput) -> Any:
+        if self.shape.prepare is not None:
+            return run(model, input, **self.shape.prepare(model, input))
         chosen = self.shape.global_tokens
         if chosen is None:
             return run(model, input)
@@ -133,7 +138,7 @@ def run(model: Any, input: TokenInput, **more: Tensor) -> Any:
         types = {"token_type_ids": torch.tensor([list(input.token_type_ids)])}
     if input.bbox is not None:
         more["bbox"] = torch.tensor([list(map(list, input.bbox))])
-    return model(ids, attention_mask=torch.ones_like(ids), **types, **more)
+    return model(ids, attention_mask=torch.ones_like(ids), **{**types, **more})
 
 
 def random_boxes(size: int, count: int) -> list[list[int]]:

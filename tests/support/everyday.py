@@ -13,10 +13,11 @@ EVERYDAY = frozenset(
         "apertus", "bloom-odd-heads-untied", "cohere2", "dbrx", "deepseek-v3", "falcon-alibi", "gemma3", "glm4-moe",
         "gpt2", "gpt-neo", "gpt-oss", "llama", "llama4", "mistral", "olmo2", "opt-norms-after-projected",
         "phi3-factors-by-request", "qwen2-moe", "qwen3-moe",
-        "albert", "bert", "bert-answers", "bert-classes", "bert-masked", "bert-tokens", "convbert", "deberta-1",
-        "deberta-v3", "distilbert", "fnet", "gte-0", "jina-v2", "layoutlm", "longformer", "mobilebert", "modernbert",
-        "roberta", "t5-encoder",
-        "bart", "led", "longt5-sums", "m2m100", "marian", "pegasus", "switch-experts", "t5", "t5-own-head-scaled",
+        "albert", "bert", "bert-answers", "bert-classes", "bert-masked", "bert-tokens", "big-bird", "big-bird-answers",
+        "convbert", "deberta-1", "deberta-v3", "distilbert", "fnet", "gte-0", "jina-v2", "layoutlm", "longformer",
+        "mobilebert", "modernbert", "roberta", "t5-encoder",
+        "bart", "led", "longt5-sums", "m2m100", "marian", "pegasus", "pegasus-x", "switch-experts", "t5",
+        "t5-own-head-scaled",
     }
 )  # fmt: skip
 

@@ -180,6 +180,8 @@ def build_reference(shape: Seq2SeqShape) -> Any:
     for module in model.get_decoder().modules():
         if hasattr(module, "expert_capacity"):
             module.expert_capacity = MAX_LEN  # a decoder's tokens come one by one; the reference gets them at once
+    if shape.architecture.startswith("BigBird"):
+        model.get_encoder().register_forward_pre_hook(_begin_anew)
     if shape.own_head:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
@@ -218,6 +220,11 @@ def _see_first(encoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any])
     first = torch.zeros_like(given["input_ids"])
     first[:, 0] = 1
     return args, given | {"global_attention_mask": first}
+
+
+def _begin_anew(encoder: Any, _: tuple[Any, ...]) -> None:
+    """transformers stays with the attention that a short input made it take; an input begins as the config says."""
+    encoder.set_attention_type(encoder.config.attention_type)
 
 
 # ------------------------------------------------------------------ the search for clear cases

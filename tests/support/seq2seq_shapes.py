@@ -34,6 +34,8 @@ LONG_T5: dict[str, Any] = T5 | {"local_radius": 11}
 SUMS = {"encoder_attention_type": "transient-global", "global_block_size": 16}
 GATED = {"feed_forward_proj": "gated-gelu"}
 FSMT: dict[str, Any] = BART | {"decoder_attention_heads": 2}
+BIG_BIRD: dict[str, Any] = BART | {"block_size": 6, "num_random_blocks": 1}
+PEGASUS_X: dict[str, Any] = BART | {"encoder_layers": 3, "block_size": 12, "num_global_tokens": 5}
 
 LED: dict[str, Any] = {name: value for name, value in BART.items() if name != "max_position_embeddings"} | {
     "max_encoder_position_embeddings": 256,
@@ -84,6 +86,29 @@ SHAPES = {
         eos=(7, 40),
         eos_gain=1.4,
         seeds=(1, 1, 1, 0, 0),
+    ),
+    "bigbird-pegasus": Seq2SeqShape(
+        "BigBirdPegasusForConditionalGeneration", BIG_BIRD, eos_gain=3.2, seeds=(0, 0, 0, 0, 0)
+    ),
+    "bigbird-pegasus-biases-untied": Seq2SeqShape(
+        "BigBirdPegasusForConditionalGeneration",
+        BIG_BIRD
+        | {"block_size": 7, "num_random_blocks": 3, "use_bias": True, "scale_embedding": False}
+        | {"tie_word_embeddings": False, "activation_function": "relu", "decoder_attention_heads": 2},
+        eos=(7, 40),
+        seed=1,
+        eos_gain=2.4,
+        seeds=(1, 0, 0, 0, 0),
+    ),
+    "pegasus-x": Seq2SeqShape("PegasusXForConditionalGeneration", PEGASUS_X, seeds=(1, 0, 0, 1, 2)),
+    "pegasus-x-even-untied": Seq2SeqShape(
+        "PegasusXForConditionalGeneration",
+        PEGASUS_X
+        | {"stagger_local_blocks": False, "block_size": 9, "num_global_tokens": 1, "scale_embedding": False}
+        | {"tie_word_embeddings": False, "activation_function": "relu", "decoder_attention_heads": 2},
+        eos=(7, 40),
+        seed=1,
+        seeds=(0, 0, 1, 0, 0),
     ),
     "switch-experts": Seq2SeqShape(
         "SwitchTransformersForConditionalGeneration", SWITCH | {"num_sparse_decoder_layers": 1}, seeds=(2, 0, 0, 0, 0)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
-from engine.backends.torch import attention_blocks, attention_global
+from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.global_stream import feed
 from engine.model.global_tokens import find_global
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
@@ -30,11 +31,15 @@ from engine.model.program import (
     AddAdapters,
     AllReduce,
     Attend,
+    AttendBeside,
     AttendGlobally,
+    AttendInBlocks,
     AttendToBlocks,
+    BeginBeside,
     Concatenate,
     Embed,
     ExpandLatent,
+    FeedBeside,
     GatherNeighbours,
     HasRows,
     Inputs,
@@ -79,6 +84,7 @@ class Pass:
         values: the rows by their names.
         biases: what is added to scores, by the part of positions that layers share, or by the layer; those that are
             not there are made.
+        beside: vectors that go through the layers beside the tokens, [inputs * count, features], where there are any.
     """
 
     def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
@@ -86,6 +92,7 @@ class Pass:
         self._tables = tables
         self._rotations: dict[Rotary, tuple[Tensor, Tensor]] = {}
         self._biases: Biases = {} if biases is None else biases
+        self.beside: Tensor | None = None
 
     def rotation(self, part: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the pass's tokens, looked up once for all layers."""
@@ -323,6 +330,47 @@ def _attend_to_blocks(operation: AttendToBlocks, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), width)
 
 
+def _attend_in_blocks(operation: AttendInBlocks, state: Pass) -> None:
+    part, width = operation.part, operation.part.heads * operation.part.head_dim
+    assert part.blocks is not None
+    queries, keys, values = (
+        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
+    )
+    attended = attention_sparse.attend(
+        (queries, keys, values),
+        state.inputs.metadata,
+        part.scale,
+        size=part.blocks.size,
+        whole=part.blocks.whole,
+        first_counts=1 + part.blocks.drawn,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
+def _begin_beside(operation: BeginBeside, state: Pass) -> None:
+    state.beside = operation.vectors.repeat(len(state.inputs.metadata.query_lens), 1)
+
+
+def _attend_beside(operation: AttendBeside, state: Pass) -> None:
+    module, inputs, vectors = operation.module, state.inputs, state.beside
+    assert vectors is not None
+    part, width = module.part, module.part.heads * module.part.head_dim
+    queries, keys, values = (
+        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
+    )
+    of_vectors = module.heads_of(vectors, inputs.min_rows)
+    attended, seen = attention_stream.attend(
+        (queries, keys, values), of_vectors, inputs.metadata, part.scale, size=module.size, shift=module.shift
+    )
+    state.beside = module.joined(vectors, seen, inputs.min_rows)
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
+def _feed_beside(operation: FeedBeside, state: Pass) -> None:
+    assert state.beside is not None
+    state.beside = feed(state.beside, operation.before, operation.network, state.inputs.min_rows)
+
+
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
 
@@ -399,6 +447,10 @@ HANDLERS: dict[type, Handler] = {
     Attend: _attend,
     AttendGlobally: _attend_globally,
     AttendToBlocks: _attend_to_blocks,
+    AttendInBlocks: _attend_in_blocks,
+    BeginBeside: _begin_beside,
+    AttendBeside: _attend_beside,
+    FeedBeside: _feed_beside,
     Activate: _activate,
     ActivateXielu: _activate_xielu,
     Open: _open,

@@ -171,13 +171,13 @@ def stack_weights(name: str, stack: Stack) -> list[Entry]:
 
 
 def block_weights(target: str, source: str, block: Block) -> list[Entry]:
-    """A layer as fairseq names it, all matrices with biases."""
+    """A layer as fairseq names it, all of whose feed-forward matrices have biases."""
     place = "before" if isinstance(block.placement, Pre) else "outer"
     own = [f"{source}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
     entries = [
         *norm(f"{target}.attention.{place}", f"{source}.self_attn_layer_norm", bias=True),
         *qkv(f"{target}.attention.inner.qkv", (own[0], own[1], own[2]), block.attention),
-        *linear(f"{target}.attention.inner.out", own[3], True, 1),
+        *linear(f"{target}.attention.inner.out", own[3], block.attention.out_bias, 1),
         *norm(f"{target}.ffn.{place}", f"{source}.final_layer_norm", bias=True),
         *linear(f"{target}.ffn.inner.up", f"{source}.fc1", True, 0),
         *linear(f"{target}.ffn.inner.down", f"{source}.fc2", True, 1),

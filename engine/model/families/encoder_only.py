@@ -159,6 +159,19 @@ def answer_span(config: Any, **parts: Any) -> AnswerSpan:
     return AnswerSpan(**parts)
 
 
+def question_end(config: Any) -> int:
+    """The id of the token that ends the question before a text.
+
+    Raises:
+        UnsupportedModelError: the config does not say.
+    """
+    if not isinstance(config.sep_token_id, int):
+        raise UnsupportedModelError(
+            f"sep_token_id of the config must be the id of the token that ends a question, got {config.sep_token_id!r}."
+        )
+    return config.sep_token_id
+
+
 def masked_lm(config: Any, activation: Activation, eps: float) -> MaskedLm:
     """A dense layer and a norm before the vocabulary's matrix."""
     return MaskedLm(tied=config.tie_word_embeddings, activation=activation, norm=Norm("layer", eps, bias=True))

@@ -9,7 +9,7 @@ from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.bert import stack
 from engine.model.families.common import qkv
-from engine.model.families.encoder_only import OLD_NORMS, positions_after_padding, stack_weights
+from engine.model.families.encoder_only import OLD_NORMS, positions_after_padding, question_end, stack_weights
 from engine.model.families.roberta import head_of, head_weights
 from engine.model.spec import BeforeToken, FirstToken, GlobalTokens, MaskedLm, ModelSpec
 from engine.model.table import Family, WeightTable
@@ -54,11 +54,7 @@ def _global_tokens(config: Any) -> GlobalTokens | None:
         return GlobalTokens(FirstToken())
     if not name.endswith("ForQuestionAnswering"):
         return None
-    if not isinstance(config.sep_token_id, int):
-        raise UnsupportedModelError(
-            f"sep_token_id of the config must be the id of the token that ends a question, got {config.sep_token_id!r}."
-        )
-    return GlobalTokens(BeforeToken(config.sep_token_id))
+    return GlobalTokens(BeforeToken(question_end(config)))
 
 
 def weights(model: ModelSpec) -> WeightTable:

@@ -1,0 +1,81 @@
+"""Attention to some blocks of a row, by torch: time and memory grow with the length of a row, not its square.
+
+Each row is cut into blocks by its own length, so that its result does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata
+
+
+def attend(
+    heads: tuple[Tensor, Tensor, Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    size: int,
+    whole: int,
+    first_counts: int,
+) -> Tensor:
+    """What each token sees of its row: [Tp, heads, head_dim].
+
+    A token sees its own block and those beside it, the first and the last one; tokens of these two see all. Scores,
+    softmax and sums are in float32. What lies past the rows gives zeros.
+
+    Args:
+        heads: queries, keys and values, [Tp, heads, head_dim] each.
+        size: tokens of a block, of the last one perhaps fewer.
+        whole: all tokens of a row of up to so many see all; these are five blocks at least.
+        first_counts: how many times keys of the first block count for tokens that do not see all.
+    """
+    out = heads[0].new_zeros(heads[0].shape)
+    start = 0
+    for length in metadata.query_lens:
+        row = slice(start, start + length)
+        start += length
+        if not length:
+            continue
+        queries, keys, values = (x[row].float().transpose(0, 1).contiguous() for x in heads)
+        if length <= whole:
+            found = _attend(queries, keys, values, scale)
+        else:
+            found = _attend_sparsely(queries, keys, values, scale, size, first_counts)
+        out[row] = found.transpose(0, 1)
+    return out
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """[heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim] each.
+
+    Args:
+        bias: added to the scores, [keys].
+    """
+    mask = None if bias is None else bias.expand(1, 1, queries.shape[1], -1)
+    return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
+
+
+def _attend_sparsely(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, size: int, first_counts: int
+) -> Tensor:
+    """The same of one row that has more blocks than its tokens see."""
+    length = queries.shape[1]
+    last = (length - 1) // size * size
+    found = torch.empty_like(queries)
+    for begin in range(0, length, size):
+        own = slice(begin, min(begin + size, length))
+        if begin in (0, last):
+            found[:, own] = _attend(queries[:, own], keys, values, scale)
+            continue
+        # The first and the last block may stand among the neighbours, and count once for that.
+        near = slice(max(begin - size, size), min(begin + 2 * size, last))
+        seen, given = (torch.cat((x[:, :size], x[:, near], x[:, last:]), 1) for x in (keys, values))
+        bias = seen.new_zeros(seen.shape[1])
+        bias[:size] = math.log(first_counts)
+        found[:, own] = _attend(queries[:, own], seen, given, scale, bias)
+    return found

@@ -1,0 +1,59 @@
+"""Attention of tokens in blocks, and of vectors beside them, by torch: memory grows with the length of a row, not its
+square.
+
+Each row is cut into blocks by its own length, so that its result does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def attend(
+    tokens: Heads, vectors: Heads, metadata: AttentionMetadata, scale: float, *, size: int, shift: int
+) -> tuple[Tensor, Tensor]:
+    """What the tokens of each row see, [Tp, heads, head_dim], and what its vectors see, [rows * count, heads,
+    head_dim].
+
+    A token sees its block and the vectors of its row; a vector sees all tokens and all vectors of its row. Scores,
+    softmax and sums are in float32. What lies past the rows gives zeros.
+
+    Args:
+        tokens: queries, keys and values, [Tp, heads, head_dim] each.
+        vectors: the same of `count` vectors of one row after the other.
+        size: tokens of a block.
+        shift: so many tokens are missing from the first block.
+    """
+    found = tokens[0].new_zeros(tokens[0].shape)
+    of_vectors = torch.empty_like(vectors[0])
+    lengths = metadata.query_lens
+    count, start = len(vectors[0]) // max(len(lengths), 1), 0
+    for number, length in enumerate(lengths):
+        row, own = slice(start, start + length), slice(number * count, (number + 1) * count)
+        start += length
+        queries, keys, values = (_by_head(x[row]) for x in tokens)
+        beside, others, given = (_by_head(x[own]) for x in vectors)
+        seen = _attend(beside, torch.cat((others, keys), 1), torch.cat((given, values), 1), scale)
+        of_vectors[own] = seen.transpose(0, 1).to(of_vectors.dtype)
+        for begin in range(-shift, length, size):
+            part = slice(max(begin, 0), min(begin + size, length))
+            near, of_near = torch.cat((others, keys[:, part]), 1), torch.cat((given, values[:, part]), 1)
+            attended = _attend(queries[:, part], near, of_near, scale)
+            found[row][part] = attended.transpose(0, 1).to(found.dtype)
+    return found, of_vectors
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """float32 [heads, T, head_dim] of x [T, heads, head_dim]."""
+    return x.float().transpose(0, 1).contiguous()
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """[heads, queries, head_dim]."""
+    return F.scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scale)[0]
