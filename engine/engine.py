@@ -29,7 +29,7 @@ from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, 
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.interface.speech import timed
-from engine.model.checkpoint import read_config
+from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.limits import SchedulerConfig
@@ -62,20 +62,21 @@ class Engine:
 
     Args:
         config: all settings.
+        read: reads the config of a checkpoint folder, if the model is loaded in this process.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, read: ConfigReader = read_config):
         started = time.monotonic()
         self.config = config
         check_files(config.catalogues)
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is known at once
         try:
-            self.executor: Executor = _start(config)
+            self.executor: Executor = _start(config, read)
             try:
-                self._prepare(config)
+                self._prepare(config, read)
             except BaseException:  # a runner in a process of its own would stay
                 self.executor.close()
                 raise
@@ -86,7 +87,7 @@ class Engine:
         warn_if_short(self.info)
         self._log_start(time.monotonic() - started)
 
-    def _prepare(self, config: EngineConfig) -> None:
+    def _prepare(self, config: EngineConfig, read: ConfigReader) -> None:
         """Make what plans and drives the executor's steps."""
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
@@ -114,7 +115,7 @@ class Engine:
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults: GenerationDefaults = load_defaults(
-            path, read_config(path), info.vocab_size, honour=config.generation_config == "auto"
+            path, read(path), info.vocab_size, honour=config.generation_config == "auto"
         )
         values = self.defaults.values
         self.info = dataclasses.replace(
@@ -404,9 +405,9 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(events, topic, config.block_size)
 
 
-def _start(config: EngineConfig) -> Executor:
+def _start(config: EngineConfig, read: ConfigReader) -> Executor:
     if config.distributed_executor_backend == "uni":
-        return start(config)
+        return start(config, read)
     from engine.process.runner import ProcessExecutor  # needs more packages than an engine in one process
 
     return ProcessExecutor(config)

@@ -22,10 +22,10 @@ from engine.host.folders import check_private
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
-from engine.model.config_values import check_parameters
 from engine.model.families import architecture, build_spec, stored_scheme
 from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
 from engine.model.gguf.weights import stored_formats
+from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.retrieval import read_folder
 from engine.model.transformer import Transformer

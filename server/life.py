@@ -49,7 +49,7 @@ def load(
         logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
-    return ProcessEngineClient(config, policy, log_format, meanwhile)
+    return ProcessEngineClient(config, policy, log_format, meanwhile, reads_config=True)
 
 
 def say_end(failure: str | None) -> int:

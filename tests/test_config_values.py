@@ -23,10 +23,10 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
 from engine import ConfigError, ModelLoadError, OctavoError
+from engine.configs.values import check_values
 from engine.execution import loading
 from engine.model import checkpoint as checkpoints
 from engine.model import weights
-from engine.model.config_values import check_values
 from engine.text.processor import load_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -240,7 +240,7 @@ def test_a_model_on_the_hub_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, t
         assert local_files_only
         raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
-    monkeypatch.setattr("engine.model.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("engine.model.hub.snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     findings = examine("org/name")
     assert "org/name is not in the local cache yet -> The start downloads it" in warned(findings["model"])

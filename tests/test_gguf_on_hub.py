@@ -51,9 +51,9 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub(tmp_path / "cache")
-    monkeypatch.setattr(checkpoint, "list_repo_files", made.list_repo_files)
-    monkeypatch.setattr(checkpoint, "snapshot_download", made.snapshot_download)
-    monkeypatch.setattr(checkpoint.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("engine.model.hub.list_repo_files", made.list_repo_files)
+    monkeypatch.setattr("engine.model.hub.snapshot_download", made.snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     return made
 
 

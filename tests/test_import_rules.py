@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "engine.errors": 0,
     "engine.config": 1,
+    "engine.configs": 1,
     "engine.audio": 1,
     "engine.host": 1,
     "engine.interface": 1,

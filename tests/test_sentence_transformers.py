@@ -514,7 +514,7 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
     write(tmp_path / "modules.json", [])
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(checkpoint, "snapshot_download", lambda model, **more: asked.update(more) or str(tmp_path))
+    monkeypatch.setattr("engine.model.hub.snapshot_download", lambda model, **more: asked.update(more) or str(tmp_path))
     assert checkpoint.locate("org/name") == tmp_path
     needed = [
         "modules.json", "config.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json",

@@ -350,7 +350,7 @@ def test_hub_failures_are_explained(error: Exception, message: str, monkeypatch:
     def fail(*args: object, **kwargs: object) -> str:
         raise error
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
+    monkeypatch.setattr("engine.model.hub.snapshot_download", fail)
     with pytest.raises(ModelLoadError, match=message):
         checkpoint.locate("org/name", revision="v9")
 
@@ -370,7 +370,7 @@ def test_the_hub_is_asked_for_needed_files_only(monkeypatch: pytest.MonkeyPatch,
         asked.update(kwargs, model=model)
         return str(path)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr("engine.model.hub.snapshot_download", download)
     assert checkpoint.locate("org/name", revision="main", hf_token="secret") == path
     assert (asked["model"], asked["revision"], asked["token"]) == ("org/name", "main", "secret")
     patterns = asked["allow_patterns"]

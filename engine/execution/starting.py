@@ -38,9 +38,9 @@ from engine.execution.warmup import can_record, measure, record
 from engine.host import gpus
 from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
-from engine.model.checkpoint import find, laid_out, read_config
-from engine.model.config_values import check_parameters
+from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
+from engine.model.parameter_count import check_parameters
 from engine.model.projection import load_projection
 from engine.model.quantisation import Quantization
 from engine.model.retrieval import read_folder
@@ -84,8 +84,11 @@ class Resolved:
     backend: AttentionBackend
 
 
-def start(config: EngineConfig) -> LocalExecutor:
+def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecutor:
     """Load a model in this process.
+
+    Args:
+        read: as `engine.model.checkpoint.read_config`.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
@@ -101,16 +104,16 @@ def start(config: EngineConfig) -> LocalExecutor:
             logger.warning("%s. %s", found, fix)
     with explained(config.model), gpu.current(device):
         use_threads(config)
-        resolved = resolve(config, device)
+        resolved = resolve(config, device, read)
         return prepare(resolved, load(resolved))
 
 
-def resolve(config: EngineConfig, device: torch.device) -> Resolved:
+def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = read_config) -> Resolved:
     """Decide what is loaded, and how; refuse what cannot be."""
     place = find(config.model, config.revision, config.hf_token)
     pipeline = read_folder(laid_out(place))
     path = pipeline.transformer
-    hf_config = read_config(path)
+    hf_config = read(path)
     spec = build_spec(hf_config)
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)

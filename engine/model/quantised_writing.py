@@ -25,13 +25,14 @@ from tqdm.auto import tqdm
 
 from engine.backends.native.gemm import GROUP
 from engine.backends.torch.attention import TorchReference
+from engine.configs.values import read_values
 from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.model import families
 from engine.model.checkpoint import PATTERNS, locate, read_config
-from engine.model.config_values import check_parameters, read_values
 from engine.model.families import build_spec, stored_scheme
 from engine.model.gguf.folder import SUFFIX
 from engine.model.gguf.weights import stored_formats
+from engine.model.parameter_count import check_parameters
 from engine.model.quantisation import Quantization, quantise
 from engine.model.retrieval import read_folder
 from engine.model.spec import ModelSpec

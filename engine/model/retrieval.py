@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.configs.values import read_values
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.config_values import read_values
 from engine.model.sentence import (
     MODULES,
     AmongModel,

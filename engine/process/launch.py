@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from engine.host.children import signals_held
 from engine.host.cpus import engine_environment
 from engine.host.folders import check_private
 from engine.host.logs import LogFormat
-from engine.process.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
+from engine.process.messages import GOODBYE, Failed, Known, Ready, Start, receive_reply, send_framed
 
 logger = logging.getLogger("octavo.client")
 
@@ -114,8 +115,11 @@ class EngineProcess:
         )
         self._popen: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, known: Callable[[], Known] = Known) -> None:
         """Start it; it is loading when this returns.
+
+        Args:
+            known: finds what it is told of the model, while it imports what it needs.
 
         Raises:
             EngineDeadError: the process cannot be started.
@@ -134,6 +138,9 @@ class EngineProcess:
                 raise
         except OSError as error:
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
+        told = known()
+        with contextlib.suppress(OSError):  # it has ended already, which is found out where it is waited for
+            send_framed(self.line, told)
 
     @property
     def pid(self) -> int:

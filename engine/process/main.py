@@ -18,16 +18,17 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.host.logs import adopt_libraries, configure
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import SamplingParams
-from engine.process.configs_alone import take_configs_alone
 from engine.process.messages import (
     GOODBYE,
     Abort,
@@ -35,12 +36,14 @@ from engine.process.messages import (
     Dismiss,
     Failed,
     Join,
+    Known,
     Look,
     News,
     Ready,
     Start,
     decode_command,
     encode,
+    receive_known,
     receive_start,
     send_framed,
 )
@@ -59,11 +62,13 @@ def main() -> int:
     start = receive_start(line)
     if start is None:
         return 0
-    threading.Thread(target=_end_with_client, args=(line, start.folder), name="octavo-lifeline", daemon=True).start()
+    known: Future[Known] = Future()
+    arguments = (line, start.folder, known)
+    threading.Thread(target=_end_with_client, args=arguments, name="octavo-lifeline", daemon=True).start()
     if start.log_format is not None:
         configure(start.log_level, start.log_format)
     try:
-        _run(start, line)
+        _run(start, known, line)
     except OctavoError as error:  # explains itself
         return _report(line, error)
     except BaseException as error:
@@ -72,7 +77,9 @@ def main() -> int:
     return 0
 
 
-def _end_with_client(line: socket.socket, folder: str) -> None:
+def _end_with_client(line: socket.socket, folder: str, known: Future[Known]) -> None:
+    if (told := receive_known(line)) is not None:
+        known.set_result(told)
     with contextlib.suppress(ConnectionError):
         if line.recv(1) == GOODBYE:
             os._exit(0)  # the folder is the client's, and perhaps a successor's
@@ -90,13 +97,20 @@ def _report(line: socket.socket, error: BaseException) -> int:
     return 1
 
 
-def _run(start: Start, line: socket.socket) -> None:
-    take_configs_alone()
+def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     from engine.engine import Engine  # heavy: the lifeline is watched already
+    from engine.model.checkpoint import read_config
+
+    def read(path: Path) -> Any:
+        told = known.result()
+        if told.config is not None and Path(told.folder) == path:
+            return read_config(path, told.config)
+        take_configs_alone()
+        return read_config(path)
 
     if start.log_format is not None:
         adopt_libraries()
-    engine = Engine(start.config)
+    engine = Engine(start.config, read)
     # What is here now stays: a full collection that looked through it would hold up a step.
     gc.collect()
     gc.freeze()

@@ -3,7 +3,7 @@
 The dataclasses of `engine.interface.request` and `engine.interface.outputs` travel as they are; the structs here only
 wrap them. Nothing is ever unpickled.
 
-Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` to the engine,
+Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to the engine,
 and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
 is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look` and `Dismiss` from each client to the engine, and back one `News`
 per step.
@@ -22,6 +22,7 @@ import numpy as np
 
 from engine import errors
 from engine.config import EngineConfig
+from engine.configs.published import PublishedConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.host.logs import LogFormat
 from engine.interface.cache_map import CacheMap
@@ -39,7 +40,7 @@ from engine.interface.request import (
 
 T = TypeVar("T")
 
-GOODBYE = b"\0"  # the client's last word on the lifeline, if it gets to say one
+GOODBYE = b"\xff"  # the client's last word on the lifeline, if it gets to say one; no length begins so
 _HEADER = 4  # bytes of a lifeline message's length
 _LARGEST = 2**24  # bytes; more on the lifeline is no message of ours
 
@@ -60,6 +61,18 @@ class Start(msgspec.Struct, tag=True):
     folder: str
     log_level: int
     log_format: LogFormat | None
+
+
+class Known(msgspec.Struct, tag=True):
+    """What the client has read while the engine's process imported what it needs.
+
+    Attributes:
+        folder: of the checkpoint.
+        config: what its config.json holds, a `PublishedConfig`; None: the engine has to read it.
+    """
+
+    folder: str = ""
+    config: Any = None
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -214,7 +227,9 @@ class News(msgspec.Struct, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack knows for sequences and mappings of other types."""
+    """What MessagePack knows for sequences and mappings of other types, and for configs."""
+    if isinstance(value, PublishedConfig):
+        return msgspec.msgpack.Ext(_CONFIG, _encoder.encode(value.parts))
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence | set | frozenset):
@@ -222,6 +237,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to the engine")
 
 
+def _config(code: int, data: memoryview) -> PublishedConfig:
+    if code != _CONFIG:
+        raise ValueError(f"there is no extension {code}")
+    return PublishedConfig(*_parts.decode(data))
+
+
+_CONFIG = 1  # the type of MessagePack's extension
 # Fields of inputs, as the engine calls them.
 _PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -230,6 +252,8 @@ _any = msgspec.msgpack.Decoder()
 _news = msgspec.msgpack.Decoder(News)
 _replies: msgspec.msgpack.Decoder[Ready | Failed] = msgspec.msgpack.Decoder(Ready | Failed)
 _start = msgspec.msgpack.Decoder(Start)
+_known = msgspec.msgpack.Decoder(Known, ext_hook=_config)
+_parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook=_config)
 
 
 def encode(message: Join | Abort | Look | Dismiss | News) -> bytes:
@@ -292,7 +316,15 @@ def decode_news(data: bytes) -> News:
 # ---------------------------------------------------------------- the lifeline
 
 
-def send_framed(line: socket.socket, message: Start | Ready | Failed) -> None:
+def can_send(message: Known) -> bool:
+    """Whether a config is one that can be sent; what its numbers are was checked, its texts were not."""
+    try:
+        return len(_encoder.encode(message)) <= _LARGEST
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return False
+
+
+def send_framed(line: socket.socket, message: Start | Known | Ready | Failed) -> None:
     """Write a message to the lifeline; OSError if the other side has ended."""
     data = _encoder.encode(message)
     line.sendall(len(data).to_bytes(_HEADER, "big") + data)
@@ -302,6 +334,17 @@ def receive_start(line: socket.socket) -> Start | None:
     """The first words, or None if the client is gone."""
     data = _receive_framed(line)
     return None if data is None else _start.decode(data)
+
+
+def receive_known(line: socket.socket) -> Known | None:
+    """What follows the first words, or None if the client is gone, or has said goodbye."""
+    try:
+        if line.recv(1, socket.MSG_PEEK) == GOODBYE:
+            return None
+    except OSError:
+        return None
+    data = _receive_framed(line)
+    return None if data is None else _known.decode(data)
 
 
 def receive_reply(line: socket.socket) -> Ready | Failed | None:

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-import transformers
+from engine.configs.published import published
 
 # Settings of recurrent and state-space layers, types of such layers, and families that have neither.
 _STATE = re.compile(r"(^|_)(mamba|ssm|lru|linear_conv|linear_attn|conv_l|time_step|state_size)(_|$)", re.IGNORECASE)
@@ -34,21 +34,20 @@ def keeps_state(config: Any) -> bool:
 
 def own_settings(config: Any) -> dict[str, Any]:
     """The settings of a config that not every config has."""
-    values = config.to_dict() if isinstance(config, transformers.PretrainedConfig) else vars(config)
-    return {name: value for name, value in values.items() if name not in _of_any()}
+    return {name: value for name, value in vars(config).items() if name not in _of_any()}
 
 
 @cache
 def settings_of_class(name: str) -> frozenset[str]:
     """Names of the settings that configs of a class of transformers have, and not every config; empty if there is
     none of that name."""
-    kind = getattr(transformers, name, None)
+    kind = _class(name)
     return frozenset() if kind is None else frozenset(own_settings(kind()))
 
 
 def model_type_of(name: str) -> str | None:
     """The type of models that configs of a class of transformers are for; None if there is none of that name."""
-    return getattr(getattr(transformers, name, None), "model_type", None)
+    return getattr(_class(name), "model_type", None)
 
 
 def unknown_settings(config: Any, name: str) -> list[str]:
@@ -64,4 +63,11 @@ def unknown_settings(config: Any, name: str) -> list[str]:
 
 @cache
 def _of_any() -> frozenset[str]:
-    return frozenset(transformers.PretrainedConfig().to_dict())
+    """Names of the settings of any config, and of what a published one has beside them."""
+    return frozenset(vars(published(_class("PreTrainedConfig")())))
+
+
+def _class(name: str) -> Any:
+    import transformers  # slow, and only for what is refused
+
+    return getattr(transformers, name, None)

@@ -61,7 +61,7 @@ def language_part(config: Any) -> Any:
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name not in ARCHITECTURES:
         return config
-    text = config.get_text_config(decoder=True)
+    text = config.text_config
     own = _FAMILIES.get(text.model_type)
     if own is None:
         raise UnsupportedModelError(

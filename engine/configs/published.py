@@ -1,0 +1,104 @@
+"""A config as `transformers` reads it, in plain values: what uses one needs no `transformers`, and it can be sent to
+another process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from engine.configs.values import check_values, read_values
+from engine.errors import ModelLoadError, UnsupportedModelError
+
+# What every class of configs computes, and models' parts follow from.
+_OF_ANY = ("model_type", "num_labels", "is_heterogeneous")
+
+
+class PublishedConfig:
+    """The settings of a config under the names that its class gives them, with its defaults.
+
+    Args:
+        own: by name, what `vars` gives; values are numbers, texts, lists, mappings and configs of parts.
+        other: further names of these, and what follows from them.
+    """
+
+    def __init__(self, own: Mapping[str, Any], other: Mapping[str, Any]):
+        vars(self).update(own)
+        self._other = dict(other)
+
+    def __getattr__(self, name: str) -> Any:
+        """A setting that is none of its own."""
+        try:
+            return vars(self)["_other"][name]
+        except KeyError:
+            raise AttributeError(f"the config has no {name}") from None
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What another one is made of that is equal."""
+        own = {name: value for name, value in vars(self).items() if name != "_other"}
+        return own, dict(self._other)
+
+
+def read(folder: Path, *, known: bool) -> PublishedConfig:
+    """The config of a checkpoint folder; code in the checkpoint is never run.
+
+    Args:
+        known: see `engine.configs.values.check_values`.
+
+    Raises:
+        ModelLoadError: there is no config that can be read, or it holds a number that no model has.
+        UnsupportedModelError: the config wants code of the checkpoint's own.
+    """
+    file = folder / "config.json"
+    check_values(file, read_values(file), known=known)
+    from transformers import AutoConfig  # slow to import
+
+    try:
+        return published(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+    except Exception as error:  # transformers raises many kinds, all of them about this file
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{folder} brings its own model code (auto_map in config.json), which is never run. "
+                "Use a checkpoint whose architecture transformers itself knows."
+            ) from error
+        first = str(error).strip().split("\n\n")[0] or type(error).__name__
+        raise ModelLoadError(f"{file} cannot be read: {first}") from error
+
+
+def published(config: Any) -> PublishedConfig:
+    """The plain form of a config of `transformers`."""
+    from transformers import PreTrainedConfig
+
+    kind = type(config)
+    own = {name: _plain(value) for name, value in vars(config).items()}
+    names = {*config.attribute_map, *_OF_ANY, *(set(dir(kind)) - set(dir(PreTrainedConfig)))}
+    other: dict[str, Any] = {}
+    for name in names - own.keys():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a name that is given up
+            value = getattr(config, name, None)
+        if not name.startswith("_") and not callable(value):
+            other[name] = _plain(value)
+    return PublishedConfig(own, other)
+
+
+def _plain(value: Any) -> Any:
+    from transformers import PreTrainedConfig
+
+    match value:
+        case Enum():
+            return _plain(value.value)
+        case None | bool() | int() | float() | str():
+            return value
+        case PreTrainedConfig():
+            return published(value)
+        case Mapping():
+            return {name: _plain(inner) for name, inner in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(inner) for inner in value]
+    if hasattr(value, "to_dict"):  # of quantised weights
+        return _plain(value.to_dict())
+    return str(value).removeprefix("torch.")  # a dtype

@@ -1,0 +1,124 @@
+"""Checkpoints on the hub, downloaded into its local cache."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants, list_repo_files, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from engine.errors import ModelLoadError, NotDownloadedError
+from engine.model.folders import near
+from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.on_hub import choose, nothing_chosen
+
+logger = logging.getLogger("octavo.model")
+
+
+def at(model: str, revision: str | None) -> str:
+    """How messages name a model of the hub."""
+    return f"{model} (revision {revision})" if revision else model
+
+
+def download(
+    model: str, patterns: Sequence[str], revision: str | None, hf_token: str | None, *, local_only: bool
+) -> Path:
+    """The folder of a model in the local cache, with the files that match patterns.
+
+    Raises:
+        ModelLoadError: there is no such model, access is denied, or the hub is out of reach.
+        NotDownloadedError: with `local_only`, it is not in the cache.
+    """
+    with _explained(model, revision, local_only=local_only):
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            token=hf_token or None,
+            allow_patterns=list(patterns),
+            local_files_only=local_only,
+        )
+    return Path(folder)
+
+
+def gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | None, *, local_only: bool) -> Path:
+    """A GGUF file of a repository; where the hub cannot be asked, one that is in the local cache."""
+    names = None if local_only or constants.HF_HUB_OFFLINE else _listed(model, revision, hf_token)
+    if names is None:
+        try:
+            folder = download(model, [f"*{SUFFIX}"], revision, hf_token, local_only=True)
+        except NotDownloadedError as error:
+            if local_only:
+                raise
+            raise ModelLoadError(_unreachable(model, at(model, revision))) from error
+        here = [file.relative_to(folder).as_posix() for file in folder.rglob(f"*{SUFFIX}")]
+        if (chosen := choose(here, model, wanted)) is None:
+            raise NotDownloadedError(f"{wanted} of {at(model, revision)} is not in the local cache yet.")
+        return folder / chosen
+    if (chosen := choose(names, model, wanted)) is None:
+        raise ModelLoadError(nothing_chosen(names, at(model, revision), wanted))
+    return download(model, [glob.escape(chosen)], revision, hf_token, local_only=False) / chosen
+
+
+def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str] | None:
+    """The files of a model on the hub; None where it is out of reach."""
+    refusals = (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
+    with _explained(model, revision, local_only=False):
+        try:
+            return list_repo_files(model, revision=revision, token=hf_token or None)
+        except refusals:
+            raise
+        except Exception as error:  # whatever the HTTP client of the installed version raises
+            logger.warning("%s: the hub cannot be asked for its files: %s", model, error)
+            return None
+
+
+@contextmanager
+def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterator[None]:
+    """Turn what the hub's client raises into errors that say what to do."""
+    place = at(model, revision)
+    try:
+        yield
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"{model!r} is neither an existing folder nor a valid hub id such as org/name ({error})."
+        ) from error
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"Access to {place} is restricted. Accept its conditions on https://huggingface.co/{model}, then give a "
+            "token that has access in HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"There is no folder {model}, and no model {place} on the hub; it may also be private.{near(Path(model))} "
+            "Check the name, or give a token that has access in HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if local_only and not constants.HF_HUB_OFFLINE:
+            raise NotDownloadedError(f"{place} is not in the local cache yet.{near(Path(model))}") from error
+        raise ModelLoadError(_unreachable(model, place)) from error
+    except Exception as error:
+        # Whatever the HTTP client of the installed version raises, full disks, rate limits.
+        raise ModelLoadError(
+            f"{place} could not be downloaded from the hub ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _unreachable(model: str, place: str) -> str:
+    why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    return (
+        f"There is no folder {model}, {place} is not complete in the local cache, and {why}.{near(Path(model))} "
+        "Connect to the network, or give a local folder that holds the checkpoint."
+    )
