@@ -23,7 +23,14 @@ from engine.execution.starting import start
 from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
 from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
-from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input, repeated
+from engine.interface.inputs import (
+    check_terms,
+    decoder_start,
+    read_aligned_input,
+    read_input,
+    read_pooling_input,
+    repeated,
+)
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
@@ -132,6 +139,8 @@ class Engine:
             decoding=plain_defaults(self.defaults) if "generate" in info.tasks else {},
             speech=self.defaults.speech if info.max_encoder_len is not None else None,
         )
+        if self.info.speech is not None and self.info.speech.alignment is not None:
+            self.info = dataclasses.replace(self.info, tasks=(*info.tasks, "align"))
         self._grammars = Grammars(
             partial(_load_tokenizer, config, info),
             self.info.vocab_size,
@@ -266,9 +275,11 @@ class Engine:
 
     def _add_pooling(self, input: EngineInput, params: PoolingParams, terms: dict[str, Any]) -> None:
         check_task(self.info, params.task)
-        read = read_pooling_input(input, self.info)
-        prompt = read.token_ids
-        encoder_input: tuple[int, ...] = ()
+        if params.task == "align":
+            read = read_aligned_input(input, self.info)
+        else:
+            read = read_pooling_input(input, self.info)
+        prompt, encoder_input = read.token_ids, read.encoder_token_ids
         if self.info.repeats is not None:
             encoder_input, prompt = prompt, repeated(prompt, self.info.repeats)
         request = Request(
@@ -285,8 +296,8 @@ class Engine:
         self._outputs[request.request_id] = RequestOutput(
             request_id=request.request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
-            prompt_token_ids=list(prompt) if read.signal is None else [],
-            encoder_token_ids=list(encoder_input) or None,
+            prompt_token_ids=list(prompt) if read.signal is None or encoder_input else [],
+            encoder_token_ids=list(encoder_input) if encoder_input and read.signal is None else None,
             outputs=[],
             finished=False,
         )

@@ -1,12 +1,13 @@
 """Every family of the registry, served as requests come: all ways to decode in one batch over HTTP, on few pages,
 preempted, with pages of int8, with weights of few bits. Each request gets what it gets alone.
 
-That these answers are right the goldens say; images and sound have tests of their own.
+That these answers are right the goldens say; images have tests of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import soundfile
 import torch
 from support.checkpoints import random_prompt
 from support.driving import Job, finish, make_engine, run, run_alone
@@ -23,9 +25,11 @@ from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.local_client import LocalClient
 from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from support.speech import RATE, TEXTS, make_speech_checkpoint, noise
 
-from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+from engine import AudioInput, Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
 from engine.model import families
+from engine.text.processor import load_tokenizer
 from server.app import create_app
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
@@ -143,7 +147,7 @@ def test_int8_pages_and_weights_of_few_bits(subject: Subject) -> None:
         engine.close()
 
 
-def logprobs(engine: Engine, text: list[int] | Seq2SeqInput) -> torch.Tensor:
+def logprobs(engine: Engine, text: list[int] | Seq2SeqInput | AudioInput) -> torch.Tensor:
     """The log-probabilities of a text's tokens, but for the first."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     engine.add_request("text", text, params)
@@ -154,20 +158,26 @@ def logprobs(engine: Engine, text: list[int] | Seq2SeqInput) -> torch.Tensor:
 
 def together(client: LocalClient, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Answers to requests that are all there before the engine's first step."""
+    return posted(client, create_app(client, None, "tiny"), path, [{"json": body} for body in bodies], len(bodies))
+
+
+def posted(
+    client: LocalClient, app: Any, path: str, asked: Sequence[dict[str, Any]], expected: int
+) -> list[dict[str, Any]]:
+    """The same of any bodies, for which the engine is asked `expected` things before its first step."""
 
     async def ask() -> list[httpx.Response]:
         client.forget()
         client.held = True
-        transport = httpx.ASGITransport(create_app(client, None, "tiny"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            tasks = [asyncio.create_task(http.post(path, json=body)) for body in bodies]
-            while len(client.asked) < len(bodies) and not any(task.done() for task in tasks):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            tasks = [asyncio.create_task(http.post(path, **one)) for one in asked]
+            while len(client.asked) < expected and not any(task.done() for task in tasks):
                 await asyncio.sleep(0.001)
             client.held = False
             return await asyncio.gather(*tasks)
 
     answers = asyncio.run(asyncio.wait_for(ask(), 60))
-    assert [answer.status_code for answer in answers] == [200] * len(bodies), [answer.text for answer in answers]
+    assert [answer.status_code for answer in answers] == [200] * len(asked), [answer.text for answer in answers]
     return [answer.json() for answer in answers]
 
 
@@ -205,3 +215,73 @@ def pooled(engine: Engine, input: TokenInput, params: PoolingParams) -> torch.Te
     answer = finish(engine)["one"].pooled
     assert answer is not None
     return torch.tensor(answer.values()[0])
+
+
+# ---------------------------------------------------------------- sound
+
+# A window's text by four beams, and the question whether it is silent, fit in these pages; those of all sounds do not.
+SPEECH_PAGES: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 90, "max_num_batched_tokens": 128}
+TRANSCRIBING: tuple[dict[str, Any], ...] = (
+    {},
+    {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]},
+    {"response_format": "verbose_json", "num_beams": "4"},
+    {"temperature": "0.8", "seed": "5", "response_format": "verbose_json", "timestamp_granularities[]": "word"},
+    {"num_beams": "3", "prompt": "the tone"},
+)
+# Answers of random weights are taken as they are.
+TAKEN = {"compression_ratio_threshold": "1000", "logprob_threshold": "-1000", "no_speech_threshold": "1"}
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A checkpoint, a window with tokens, and what the model says of these in float32."""
+
+    path: Path
+    window: AudioInput
+    logprobs: torch.Tensor
+    positions: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Speech:
+    checkpoint = make_speech_checkpoint("whisper", tmp_path_factory.mktemp("whisper"), max_length=32)
+    window = AudioInput(checkpoint.log_mel.features(noise(1.4)), random_prompt(TEXTS, 9, 30))
+    engine = make_engine(checkpoint.path, **(COMMON | SPEECH_PAGES))
+    found = Speech(checkpoint.path, window, logprobs(engine, window), positions(engine, window))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["as stored", *FORMATS])
+def test_speech_over_http_on_few_pages(name: str, speech: Speech) -> None:
+    """Texts, segments and words of sounds together, preempted, are those of each alone. In pages of int8 and with
+    weights of few bits the model says nearly what it says in float32, at nearly the same times."""
+    client = LocalClient(EngineConfig(model=str(speech.path), **(COMMON | SPEECH_PAGES | FORMATS.get(name, {}))))
+    app = create_app(client, load_tokenizer(str(speech.path)), "tiny")
+    asked = []
+    for number, fields in enumerate(TRANSCRIBING):
+        file = io.BytesIO()
+        soundfile.write(file, noise(1.4, number), RATE, format="WAV", subtype="FLOAT")
+        asked.append({"data": TAKEN | {"language": "de"} | fields, "files": {"file": ("a.wav", file.getvalue())}})
+    path = "/v1/audio/transcriptions"  # of each sound the engine is asked two things: what is said, and whether any is
+    alone = [posted(client, app, path, [one], 2)[0] for one in asked]
+    assert client.engine.stats().num_preemptions == 0
+    assert posted(client, app, path, asked, 2 * len(asked)) == alone
+    assert client.engine.stats().num_preemptions > 0
+    client.engine.check_integrity()
+    assert len({answer["text"] for answer in alone}) == len(alone)
+    assert [bool(answer.get("words")) for answer in alone] == ["word" in str(fields) for fields in TRANSCRIBING]
+    if name in FORMATS:
+        error = (logprobs(client.engine, speech.window) - speech.logprobs).abs().median() / speech.logprobs.std()
+        assert 0 < float(error) < NEAR.get(name, 1.0)
+        assert len(speech.positions.unique()) > 8
+        assert float((positions(client.engine, speech.window) - speech.positions).abs().mean()) < 3
+    client.engine.close()
+
+
+def positions(engine: Engine, window: AudioInput) -> torch.Tensor:
+    """Where the tokens of a window are said."""
+    engine.add_request("times", window, PoolingParams(task="align", skip_tokens=4))
+    answer = finish(engine)["times"].pooled
+    assert answer is not None
+    return torch.tensor(answer.values()[:, 0])

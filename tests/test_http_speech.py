@@ -23,6 +23,7 @@ from support.reference import MIN_MARGIN
 from support.service import PATIENCE, ROOT, Service
 from support.speech import IDS, RATE, SECONDS, SpeechCheckpoint, make_speech_checkpoint, make_tokenizer, noise
 
+from engine import LLM, Thresholds, Transcription
 from engine.audio import Cutter, Window
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -129,6 +130,27 @@ def test_segments_in_all_formats(api: Api) -> None:
     assert vtt.count(" --> ") == len(segments)
 
 
+def test_words(api: Api) -> None:
+    """Beside segments, or alone; those of the engine offline, whose times golden tests compare."""
+    fields: dict[str, Any] = {"language": "de", "response_format": "verbose_json"}
+    plain = api.post(**fields).json()
+    assert "words" not in plain
+    both = api.post(**fields, **{"timestamp_granularities[]": ["word", "segment"]}).json()
+    assert both["segments"] == plain["segments"]
+    alone = api.post(**fields, **{"timestamp_granularities[]": "word"}).json()
+    assert "segments" not in alone
+    assert alone["words"] == both["words"]
+    assert alone["text"] == plain["text"]
+    llm = LLM(str(api.model.path), device="cpu", dtype="float32", num_gpu_blocks_override=1024, show_progress=False)
+    everything = Thresholds(compression_ratio=None, logprob=None, no_speech=None)
+    (found,) = llm.transcribe(SOUND, Transcription(language="de", word_timestamps=True, thresholds=everything))
+    llm.close()
+    assert len(found.words) > 8
+    assert alone["words"] == [
+        {"word": word.text.strip(), "start": round(word.start, 3), "end": round(word.end, 3)} for word in found.words
+    ]
+
+
 def test_translation_and_prompt(api: Api) -> None:
     found = api.post(TRANSLATIONS, response_format="verbose_json", prompt="the tone").json()
     assert found["task"] == "translate"
@@ -162,9 +184,11 @@ def test_openai_client(api: Api) -> None:
     assert plain.text == api.post(language="de").json()["text"]
     verbose = client.audio.transcriptions.create(
         model="whisper", file=("a.wav", wav(SOUND)), response_format="verbose_json",
-        timestamp_granularities=["segment"], extra_body=TAKEN,
+        timestamp_granularities=["segment", "word"], extra_body=TAKEN,
     )  # fmt: skip
     assert verbose.segments
+    assert verbose.words
+    assert verbose.words[0].start <= verbose.words[0].end
     translated = client.audio.translations.create(model="whisper", file=("a.wav", wav(SOUND)), extra_body=TAKEN)
     assert translated.text
     stream = client.audio.transcriptions.create(
@@ -192,8 +216,8 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"temperature": "3"}, "temperature", "less than or equal to 2"),
         ({"num_beams": "1000"}, "num_beams", "1000"),
         ({"stream": "true", "response_format": "srt"}, "response_format", "stream needs"),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "word"),
-        ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "needs response_format verbose_json"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "needs response_format verbose_json"),
+        ({"timestamp_granularities[]": "letter"}, "timestamp_granularities", "'segment' or 'word'"),
         ({"include[]": "logprobs"}, "include", "not supported"),
         ({"model": "other"}, "model", "does not exist"),
         ({"content": b""}, "file", "no sound"),
@@ -234,7 +258,7 @@ def test_the_commands_of_the_documentation(api: Api, tmp_path: Path) -> None:
     (tmp_path / "sound.wav").write_bytes(wav(noise(2.5)))
     page = (ROOT / "docs" / "transcription.md").read_text()
     commands = [line[2:] for line in page.splitlines() if line.startswith("$ curl")]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         words = shlex.split(command.replace("http://localhost:8000", api.service.url))
         ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=True)

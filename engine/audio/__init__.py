@@ -11,18 +11,22 @@ from engine.audio.resampling import Resampler, Samples
 from engine.audio.transcribing import (
     Answer,
     Asking,
+    Placing,
     Question,
     Segment,
     SpeechTask,
     Thresholds,
     Transcription,
+    check_alignment,
     said,
     segments_of,
 )
+from engine.audio.words import Word, words_of
 
 __all__ = [
-    "Answer", "Asking", "Cutter", "LogMel", "Question", "Resampler", "Samples", "Segment", "SpeechTask", "Thresholds",
-    "Transcription", "Window", "language_code", "language_name", "load_log_mel", "said", "samples_of", "segments_of",
+    "Answer", "Asking", "Cutter", "LogMel", "Placing", "Question", "Resampler", "Samples", "Segment", "SpeechTask",
+    "Thresholds", "Transcription", "Window", "Word", "check_alignment", "language_code", "language_name",
+    "load_log_mel", "said", "samples_of", "segments_of", "words_of",
 ]  # fmt: skip
 
 

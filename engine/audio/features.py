@@ -45,6 +45,10 @@ class LogMel:
         """Frames of a window."""
         return self.window_samples // self.hop
 
+    def frames_of(self, count: int) -> int:
+        """Frames that begin within so many samples."""
+        return -(-count // self.hop)
+
     @cached_property
     def _filters(self) -> NDArray[np.float32]:
         return mel_filters(self.bins, self.fft, self.rate)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo
-from engine.interface.request import SamplingParams
+from engine.interface.request import PoolingParams, SamplingParams
 
 SpeechTask = Literal["transcribe", "translate"]
 
@@ -43,6 +43,7 @@ class Transcription:
         language: its code; None: it is detected in the first window.
         prompt: tokens of a text that might have come before each window; the last ones count.
         timestamps: the answer says when.
+        word_timestamps: each word gets its times, from where the decoder attends in the sound.
         temperature: 0 begins greedily, or with beams, and draws at higher temperatures what is not taken.
         num_beams: at temperature 0.
         seed: of what is drawn.
@@ -52,6 +53,7 @@ class Transcription:
     language: str | None = None
     prompt: Sequence[int] = ()
     timestamps: bool = True
+    word_timestamps: bool = False
     temperature: float = 0.0
     num_beams: int = 1
     seed: int | None = None
@@ -64,6 +66,14 @@ class Question:
 
     begin: list[int]
     params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """All tokens that a decoder is given, and what is asked of them: where in its input the encoder hears them."""
+
+    tokens: list[int]
+    params: PoolingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +132,8 @@ class Asking:
         self.wanted, self._info, self._speech = wanted, info, info.speech
         self._start = info.decoder_start_token_id
         check_task(self._speech, wanted, info.model)
+        if wanted.word_timestamps:
+            check_alignment(self._speech, info.model)
         room = info.max_model_len // 2 - 1
         self._before: list[int] = []
         if len(wanted.prompt):
@@ -175,6 +187,24 @@ class Asking:
         )
         return Question(begin, params)
 
+    def placing(self, question: Question, answer: Answer, frames: int) -> Placing | None:
+        """Asks when the tokens of an answer are said; None where there is nothing to ask.
+
+        Args:
+            question: what was answered.
+            frames: of the window's features that hold sound.
+        """
+        signal = self._info.signal
+        assert signal is not None  # it is a speech model
+        if len(answer.tokens) < 2:
+            return None
+        params = PoolingParams(
+            task="align",
+            skip_tokens=len(question.begin),
+            encoder_length=max(frames * signal.positions // signal.shape[-1], 1),
+        )
+        return Placing([*question.begin, *answer.tokens[:-1]], params)
+
     def takes(self, answer: Answer) -> bool:
         """It is good enough, whether something is said or not."""
         limits = self.wanted.thresholds
@@ -218,6 +248,21 @@ def check_task(speech: SpeechInfo, wanted: Transcription, model: str) -> None:
     if wanted.task == "translate" and "translate" not in speech.tasks:
         message = f"{model} does not translate: its generation_config.json names no task translate."
         raise InvalidRequestError(message, param="model", code="unsupported_endpoint")
+
+
+def check_alignment(speech: SpeechInfo, model: str, param: str = "word_timestamps") -> None:
+    """Refuse times of words for a model that does not say which heads tell them.
+
+    Raises:
+        InvalidRequestError: names what its config lacks.
+    """
+    if speech.alignment is None:
+        raise InvalidRequestError(
+            f"{param}: the times of words are read from alignment_heads, and of {model} {speech.no_alignment}. Ask for "
+            "segments, or correct the file: the published ones of Whisper list these heads.",
+            param=param,
+            code="unsupported_parameter",
+        )
 
 
 def compression_ratio(text: str) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
+from engine.execution.alignment import Aligner, KeptQueries
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
@@ -26,6 +27,7 @@ from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
+from engine.model.program import QueryKeeper
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import EncoderBatch, Int32, PooledRow, SamplingBatch, StepPlan, StepResult
@@ -102,6 +104,7 @@ class ModelRunner:
         self._pooler = Pooler(
             model.spec.head, self._logits, parts=parts, gather=_gather(model, min_rows), activation=activation
         )
+        self._aligner = Aligner(model)
         self._twin_pooler = None
         if model.twin is not None:
             apply = _Logits(model.twin, min_rows)
@@ -140,7 +143,11 @@ class ModelRunner:
             recorded = self.graphs
         if recorded is None and self.prompt_graphs is not None and self.prompt_graphs.serves(plan):
             recorded = self.prompt_graphs
-        hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
+        kept = KeptQueries(plan) if plan.pooling and plan.pooling[0].pooling.alignment is not None else None
+        if kept is not None:
+            hidden = self._forward(plan, kept)
+        else:
+            hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
         candidates: StepResult | LateResult | None = None
         sampling = None
         if plan.sampling is not None:
@@ -152,7 +159,9 @@ class ModelRunner:
                 sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
-        if plan.pooling:
+        if kept is not None:
+            step.pooled = self._aligner.align(plan, kept, self.cache)
+        elif plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:
             wanted = hidden[_index(plan.prompt_logprobs.rows, hidden)]
@@ -301,7 +310,7 @@ class ModelRunner:
             torch.where(sources < 0, known, self._sampled.data[sources.clamp(min=0)], out=known)
         return tokens
 
-    def _forward(self, plan: StepPlan) -> Tensor:
+    def _forward(self, plan: StepPlan, keeper: QueryKeeper | None = None) -> Tensor:
         padded = max(plan.num_tokens, self.min_rows)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
         hidden: Tensor = self.model(
@@ -314,6 +323,7 @@ class ModelRunner:
             self.min_rows,
             self._cross(plan, metadata.query_lens),
             self._rotary_rows(plan, padded),
+            keeper=keeper,
         )
         return hidden
 

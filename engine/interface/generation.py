@@ -121,7 +121,7 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     # A list names the start of each input of a batch; one id alone is meant for all.
     starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
     start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
-    speech = read_speech(stored, vocab_size)
+    speech = read_speech(stored, vocab_size, hf_config)
     if not honour:
         return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start, speech=speech)
     ignored = [

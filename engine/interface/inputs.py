@@ -111,6 +111,19 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
     return ReadInput(tokens, token_type_ids=types, boxes=read_boxes(given.bbox, len(tokens), info))
 
 
+def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
+    """Sound, and all the tokens that are to be found in it.
+
+    Raises:
+        InvalidRequestError: not the kind of input that the model takes, without tokens, or outside the vocabulary.
+    """
+    if isinstance(input, AudioInput) and not input.decoder_token_ids:
+        raise InvalidRequestError(
+            "the task align needs decoder_token_ids: what the decoder began with and wrote.", param="decoder_prompt"
+        )
+    return read_input(input, info, start=None)
+
+
 def as_signal(values: Any) -> NDArray[np.float32]:
     """An array of numbers as float32 in C order.
 

@@ -109,7 +109,8 @@ class LLM(PoolingMethods):
         listed = [sounds] if isinstance(sounds, np.ndarray) else list(sounds)
 
         answers = partial(self.generate, use_tqdm=use_tqdm)
-        return Transcriber(self.engine.info, tokenizer, answers).transcribe(listed, wanted or Transcription())
+        places = partial(self._pool_inputs, what="aligning", use_tqdm=use_tqdm)
+        return Transcriber(self.engine.info, tokenizer, answers, places).transcribe(listed, wanted or Transcription())
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

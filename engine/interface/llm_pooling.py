@@ -12,7 +12,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.outputs import Pooled, PoolingMode
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
-from engine.interface.request import PoolingParams
+from engine.interface.request import EngineInput, PoolingParams
 from engine.pooled import (
     SIDES,
     Aggregation,
@@ -311,13 +311,19 @@ class PoolingMethods:
     def _pool(
         self, readings: Sequence[Reading], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None
     ) -> list[Pooled]:
+        """The engine's answers to texts and images that were read."""
+        return self._pool_inputs([reading.input for reading in readings], params, what, use_tqdm)
+
+    def _pool_inputs(
+        self, inputs: Sequence[EngineInput], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None
+    ) -> list[Pooled]:
         """The engine's answers, in the order of the inputs; whatever happens, none of them is left in the engine."""
-        ids = [f"offline-{next(self._numbers)}" for _ in readings]
+        ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         unfinished: set[str] = set()
         answers: dict[str, Pooled] = {}
         try:
-            for request_id, reading, chosen in zip(ids, readings, params, strict=True):
-                self.engine.add_request(request_id, reading.input, chosen)
+            for request_id, given, chosen in zip(ids, inputs, params, strict=True):
+                self.engine.add_request(request_id, given, chosen)
                 unfinished.add(request_id)
             show = len(ids) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
             with tqdm(total=len(ids), desc=what, unit="input", disable=not show) as bar:

@@ -10,14 +10,16 @@ from pathlib import Path
 from engine.audio.cutting import Cutter, Window
 from engine.audio.features import LogMel, load_log_mel
 from engine.audio.resampling import Samples
-from engine.audio.transcribing import Answer, Asking, Question, Segment, Transcription, said, segments_of
+from engine.audio.transcribing import Answer, Asking, Placing, Question, Segment, Transcription, said, segments_of
+from engine.audio.words import Word, words_of
 from engine.errors import InvalidRequestError
-from engine.interface.outputs import CompletionOutput, EngineInfo, RequestOutput
-from engine.interface.request import AudioInput, SamplingParams
+from engine.interface.outputs import CompletionOutput, EngineInfo, Pooled, RequestOutput
+from engine.interface.request import AudioInput, PoolingParams, SamplingParams
 from engine.text.processor import Tokenizer
 
 # Inputs and their parameters to answers.
 Answers = Callable[[list[AudioInput], list[SamplingParams]], list[RequestOutput]]
+Places = Callable[[list[AudioInput], list[PoolingParams]], list[Pooled]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,13 @@ class Transcript:
         text: all of it.
         language: the code of what is spoken; None of a model for one language.
         segments: its parts, with times in seconds.
+        words: with times, where they are asked for.
     """
 
     text: str
     language: str | None
     segments: list[TextSegment]
+    words: list[Word] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,7 +54,9 @@ class _Hearing:
     window: Window
     input: AudioInput
     no_speech: float = 0.0
+    question: Question | None = None
     answer: Answer | None = None
+    positions: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -59,11 +65,13 @@ class Transcriber:
 
     Args:
         answers: of a model.
+        places: where tokens are said.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer
     answers: Answers
+    places: Places
     log_mel: LogMel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,14 +88,17 @@ class Transcriber:
             if temperature == asking.temperatures()[0]:
                 questions += [asking.silence()] * len(waiting)
             outputs = self._ask([*waiting, *waiting], questions)
-            for hearing, output in zip(waiting, outputs, strict=False):
-                hearing.answer = self._read(output, temperature)
+            for hearing, question, output in zip(waiting, questions, outputs, strict=False):
+                hearing.question, hearing.answer = question, self._read(output, temperature)
             for hearing, output in zip(waiting, outputs[len(waiting) :], strict=False):
                 hearing.no_speech = math.exp(output.cumulative_logprob or 0.0)
             waiting = [hearing for hearing in waiting if not self._is_done(asking, hearing)]
             if not waiting:
                 break
-        return [self._joined(asking, hearings, number, languages[number]) for number in range(len(sounds))]
+        hearings = [hearing for hearing in hearings if not self._is_silent(asking, hearing)]
+        if wanted.word_timestamps:
+            self._place(asking, hearings)
+        return [self._joined(hearings, number, languages[number], wanted) for number in range(len(sounds))]
 
     def _windows(self, number: int, sound: Samples) -> list[_Hearing]:
         cutter = Cutter(self.log_mel.window_samples, self.log_mel.rate)
@@ -126,27 +137,52 @@ class Transcriber:
         end = self.tokenizer.eos_token_id
         return () if end is None else (end,)
 
+    def _place(self, asking: Asking, hearings: Sequence[_Hearing]) -> None:
+        """Find out where the tokens of answers are said."""
+        asked: list[tuple[_Hearing, Placing]] = []
+        for hearing in hearings:
+            assert hearing.question is not None
+            assert hearing.answer is not None
+            frames = self.log_mel.frames_of(len(hearing.window.samples))
+            placing = asking.placing(hearing.question, hearing.answer, frames)
+            if placing is not None:
+                asked.append((hearing, placing))
+        inputs = [AudioInput(hearing.input.input_features, placing.tokens) for hearing, placing in asked]
+        for (hearing, _), found in zip(asked, self.places(inputs, [one.params for _, one in asked]), strict=True):
+            hearing.positions = found.values()[:, 0].tolist()
+
+    @staticmethod
+    def _is_silent(asking: Asking, hearing: _Hearing) -> bool:
+        assert hearing.answer is not None
+        return asking.is_silence(hearing.answer, hearing.no_speech)
+
     @staticmethod
     def _is_done(asking: Asking, hearing: _Hearing) -> bool:
         assert hearing.answer is not None
         return asking.takes(hearing.answer) or asking.is_silence(hearing.answer, hearing.no_speech)
 
-    def _joined(self, asking: Asking, hearings: Sequence[_Hearing], number: int, language: str | None) -> Transcript:
-        rate, speech = self.log_mel.rate, self.info.speech
+    def _joined(
+        self, hearings: Sequence[_Hearing], number: int, language: str | None, wanted: Transcription
+    ) -> Transcript:
+        rate, speech, decode = self.log_mel.rate, self.info.speech, self.tokenizer.decode
         assert speech is not None
         segments: list[TextSegment] = []
+        words: list[Word] = []
         for hearing in hearings:
             answer, window = hearing.answer, hearing.window
             assert answer is not None
-            if hearing.sound != number or asking.is_silence(answer, hearing.no_speech):
+            if hearing.sound != number:
                 continue
             start, end = window.start / rate, (window.start + len(window.samples)) / rate
             segments += [
-                TextSegment(start=s.start, end=s.end, tokens=s.tokens, text=self.tokenizer.decode(s.tokens))
+                TextSegment(start=s.start, end=s.end, tokens=s.tokens, text=decode(s.tokens))
                 for s in segments_of(answer.tokens, speech, self._ends, start, end)
             ]
+            if wanted.word_timestamps:
+                spoken = None if wanted.task == "translate" else language
+                words += words_of(answer.tokens, hearing.positions, speech, decode, spoken, start, end)
         text = "".join(segment.text for segment in segments).strip()
-        return Transcript(text=text, language=language, segments=segments)
+        return Transcript(text=text, language=language, segments=segments, words=words)
 
 
 def need_speech(info: EngineInfo, tokenizer: Tokenizer | None) -> Tokenizer:

@@ -18,7 +18,10 @@ IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SECONDS_PER_TIMESTAMP = 0.02  # of speech models
-Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask", "token_embed", "sparse_embed"]
+NO_ALIGNMENT = "its generation_config.json names no alignment_heads"
+Task = Literal[
+    "generate", "embed", "classify", "token_classify", "answer", "fill_mask", "token_embed", "sparse_embed", "align"
+]  # fmt: skip
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 SparseTokens = Literal["vocabulary", "input"]
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -84,7 +87,8 @@ class Pooled:
     Attributes:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
             answer: (tokens, 2), how well an answer begins and ends there;
-            fill_mask: (positions, top_k); token_embed: (tokens, features); sparse_embed: (1, tokens with a weight).
+            fill_mask: (positions, top_k); token_embed: (tokens, features); sparse_embed: (1, tokens with a weight);
+            align: (tokens, 1), the position of the encoder's input from which on each token's successor is said.
         data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
         ids: fill_mask, sparse_embed: int32 of the same shape, the tokens.
     """
@@ -324,6 +328,19 @@ class TokenVectorsInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """What tells where in an encoder's input a decoder's tokens are said: heads of its attention to that input.
+
+    Attributes:
+        heads: (layer, head) pairs, at least one.
+        filter_width: positions over which a median is taken of each head's weights; odd.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    filter_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechInfo:
     """The special tokens of a speech model.
 
@@ -334,6 +351,8 @@ class SpeechInfo:
         languages: the token of each language, by its code; {} of a model for one language.
         tasks: the tokens of "transcribe" and "translate"; {} of a model that knows the first alone.
         prompt_id: stands before a text that came before; None where the model names none.
+        alignment: tells when each token is said; None where the model does not say by which heads.
+        no_alignment: why it is None.
     """
 
     no_timestamps_id: int
@@ -341,6 +360,8 @@ class SpeechInfo:
     languages: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, int] = field(default_factory=dict)
     prompt_id: int | None = None
+    alignment: Alignment | None = None
+    no_alignment: str = NO_ALIGNMENT
 
     @property
     def first_timestamp_id(self) -> int:

@@ -1,4 +1,4 @@
-"""Requests that ask for what a model makes of a text, not for more text: vectors, classes, masked tokens."""
+"""Requests that ask for what a model makes of a text, not for more text: vectors, classes, masked tokens, times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from engine.errors import InvalidRequestError
-from engine.interface.outputs import EngineInfo, PoolingMode, Task
+from engine.interface.outputs import Alignment, EngineInfo, PoolingMode, Task
 from engine.interface.values import NumberRange, brief, check_number, fail
 
 DEFAULT_TOP_K = 5
@@ -36,7 +36,8 @@ class PoolingParams:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
             token's; "answer" two numbers of each token, that an answer begins and that one ends there; "fill_mask" the
             most probable tokens at some positions; "token_embed" a vector of each token; "sparse_embed" weights of
-            tokens.
+            tokens; "align" where in its input an encoder-decoder speech model hears the tokens that its decoder is
+            given, by attention and dynamic time warping (arXiv:2212.04356, as OpenAI's program does it).
         pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
             the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
             the root of the length, the mean weighted by position. None: the model's own.
@@ -47,7 +48,8 @@ class PoolingParams:
         positions: fill_mask: which tokens of the input are to be predicted.
         top_k: fill_mask: how many of the most probable tokens to report (5).
         skip_tokens: embed: leave the first so many tokens, an instruction for example, out of the vector. Nothing is
-            left out of a single token's.
+            left out of a single token's. align: the first so many tokens began the answer, and are not aligned.
+        encoder_length: align: the encoder's first so many positions hold sound; None: all.
     """
 
     task: Task = "embed"
@@ -58,6 +60,7 @@ class PoolingParams:
     positions: Sequence[int] | None = None
     top_k: int | None = None
     skip_tokens: int = 0
+    encoder_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.task not in _POOLING_TASKS:
@@ -71,6 +74,7 @@ class PoolingParams:
         check_number("dimensions", self.dimensions, NumberRange(low=1, integer=True))
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
         check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))
+        check_number("encoder_length", self.encoder_length, NumberRange(low=1, integer=True))
         if self.positions is not None:
             _check_positions(self.positions)
         if self.task == "fill_mask" and not self.positions:
@@ -81,7 +85,7 @@ class PoolingParams:
 class Pooling:
     """`PoolingParams` with every default filled in (see `resolve_pooling`).
 
-    `modes` are the poolings whose vectors are laid side by side.
+    `modes` are the poolings whose vectors are laid side by side; `alignment` is of the task "align" alone.
     """
 
     task: Task
@@ -92,6 +96,8 @@ class Pooling:
     positions: tuple[int, ...] = ()
     top_k: int = DEFAULT_TOP_K
     skip_tokens: int = 0
+    alignment: Alignment | None = None
+    encoder_length: int | None = None
 
     @property
     def needs_all(self) -> bool:
@@ -106,6 +112,8 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
         InvalidRequestError: the model cannot do it, or a parameter is impossible for it.
     """
     check_task(info, params.task)
+    if params.task == "align":
+        return _resolve_alignment(params, info, prompt_len)
     modes = info.pooling_modes if params.pooling is None else (params.pooling,)
     size = info.embedding_size
     if modes and not info.pooling_modes:
@@ -155,6 +163,29 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     )
 
 
+def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int) -> Pooling:
+    assert info.speech is not None  # `check_task` has asked
+    if prompt_len > info.max_model_len:
+        raise InvalidRequestError(
+            f"the decoder's {prompt_len} tokens are too many: this model takes at most {info.max_model_len} "
+            "(max_model_len).",
+            param="decoder_prompt",
+            code="context_length_exceeded",
+        )
+    if params.skip_tokens >= prompt_len:
+        raise InvalidRequestError(
+            f"skip_tokens is {params.skip_tokens}, and must be below the decoder's {prompt_len} tokens.",
+            param="skip_tokens",
+            code="invalid_value",
+        )
+    return Pooling(
+        task="align",
+        skip_tokens=params.skip_tokens,
+        alignment=info.speech.alignment,
+        encoder_length=params.encoder_length,
+    )
+
+
 def _check_positions(positions: Any) -> None:
     if not isinstance(positions, Sequence) or isinstance(positions, (str, bytes)):
         fail("positions", f"positions must be a list of integers, got {brief(positions)}.")
@@ -170,8 +201,12 @@ def check_task(info: EngineInfo, task: Task) -> None:
         InvalidRequestError: says why, and which tasks it can serve.
     """
     if task not in info.tasks:
-        writes = info.max_encoder_len is not None and "generate" in info.tasks
-        lacks = "it is an encoder-decoder model, made to generate" if writes else _LACKS[task]
+        if task == "align":
+            lacks = "it is no speech model" if info.speech is None else info.speech.no_alignment
+        elif info.max_encoder_len is not None and "generate" in info.tasks:
+            lacks = "it is an encoder-decoder model, made to generate"
+        else:
+            lacks = _LACKS[task]
         raise InvalidRequestError(
             f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",

@@ -11,13 +11,19 @@ import numpy as np
 
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import allow
-from engine.interface.outputs import SpeechInfo
+from engine.interface.outputs import NO_ALIGNMENT, Alignment, SpeechInfo
 from engine.interface.request import Decoding
 from engine.interface.sampling_table import MaskRow, mask_words
+from engine.interface.values import brief
+
+_FILTER_WIDTH = 7  # where the config names no median_filter_width
 
 
-def read_speech(stored: Mapping[str, Any], vocab_size: int) -> SpeechInfo | None:
+def read_speech(stored: Mapping[str, Any], vocab_size: int, config: Any = None) -> SpeechInfo | None:
     """What a `generation_config.json` says of a speech model's tokens; None where it names no timestamps.
+
+    Args:
+        config: the model's, of `transformers`, which says how many heads there are.
 
     Raises:
         ModelLoadError: a value in it is impossible.
@@ -46,13 +52,37 @@ def read_speech(stored: Mapping[str, Any], vocab_size: int) -> SpeechInfo | None
     if most is not None and (type(most) is not int or most < 0):
         raise ModelLoadError(f"generation_config.json: max_initial_timestamp_index must be 0 or more, found {most!r}.")
     many = stored.get("is_multilingual", True) is not False
+    found = _read_alignment(stored.get("alignment_heads"), config)
     return SpeechInfo(
         no_timestamps_id=first,
         max_initial_timestamp=most,
         languages=tokens("lang_to_id") if many else {},
         tasks=tokens("task_to_id") if many else {},
         prompt_id=None if before is None else token("prev_sot_token_id", before),
+        alignment=found if isinstance(found, Alignment) else None,
+        no_alignment=found if isinstance(found, str) else "",
     )
+
+
+def _read_alignment(pairs: Any, config: Any) -> Alignment | str:
+    """The heads that `alignment_heads` lists, or why they are of no use. A model whose list is wrong, a distilled one
+    with its teacher's for example, serves all but the times of words."""
+    name = "its generation_config.json names alignment_heads"
+    layers, heads = getattr(config, "decoder_layers", 0), getattr(config, "decoder_attention_heads", 0)
+    if pairs is None or pairs == []:
+        return NO_ALIGNMENT
+    if not isinstance(pairs, list):
+        return f"{name} that are no list of pairs [layer, head], but {brief(pairs)}"
+    for pair in pairs:
+        whole = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+        if not (whole and 0 <= pair[0] < layers and 0 <= pair[1] < heads):
+            return f"{name} that are no pairs [layer, head] of {layers} layers and {heads} heads: {brief(pair)}"
+    if len({tuple(pair) for pair in pairs}) < len(pairs):
+        return f"{name} twice: {brief(pairs)}"
+    width = getattr(config, "median_filter_width", None) or _FILTER_WIDTH
+    if type(width) is not int or width < 1 or width % 2 == 0:
+        return f"its config.json sets median_filter_width to {brief(width)}, which is no odd number above 0"
+    return Alignment(heads=tuple((layer, head) for layer, head in pairs), filter_width=width)
 
 
 class TimestampRules:

@@ -53,6 +53,14 @@ class Adapters(Protocol):
         ...
 
 
+class QueryKeeper(Protocol):
+    """Is shown the queries of a pass to an encoder's keys."""
+
+    def __call__(self, layer: int, queries: Tensor) -> None:
+        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
@@ -72,6 +80,7 @@ class Inputs:
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
+        keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
     """
 
     token_ids: Tensor
@@ -89,6 +98,12 @@ class Inputs:
     form: RowForm = LIBRARY
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
+    keeper: QueryKeeper | None = None
+
+    @property
+    def needs_torch(self) -> bool:
+        """Something takes part for which no executor but torch's has kernels."""
+        return self.adapters is not None or self.keeper is not None
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:

@@ -23,7 +23,7 @@ from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.place import Place
-from engine.model.program import Adapters, Inputs
+from engine.model.program import Adapters, Inputs, QueryKeeper
 from engine.model.quantisation import Quantization
 from engine.model.stack import TransformerStack
 
@@ -271,6 +271,7 @@ class Transformer(nn.Module):
         rotary_positions: Tensor | None = None,
         adapters: Adapters | None = None,
         form: RowForm = LIBRARY,
+        keeper: QueryKeeper | None = None,
     ) -> Tensor:
         """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
 
@@ -288,6 +289,7 @@ class Transformer(nn.Module):
             rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
             adapters: what is added to products.
             form: how one row is computed on a GPU.
+            keeper: is shown the queries to the encoder's keys.
         """
         assert self.decoder is not None
         inputs = Inputs(
@@ -302,6 +304,7 @@ class Transformer(nn.Module):
             rotary_positions=rotary_positions,
             adapters=adapters,
             form=form,
+            keeper=keeper,
         )
         return self.decoder(inputs)  # type: ignore[no-any-return]
 

@@ -14,7 +14,19 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from engine import AudioInput, InvalidRequestError, RequestFailedError
-from engine.audio import Answer, Asking, LogMel, Question, Window, language_name, said, segments_of
+from engine.audio import (
+    Answer,
+    Asking,
+    LogMel,
+    Placing,
+    Question,
+    Window,
+    Word,
+    language_name,
+    said,
+    segments_of,
+    words_of,
+)
 from engine.text.processor import ChoiceText, Tokenizer
 from server.answering.captions import srt, vtt
 from server.answering.observation import RequestRecord
@@ -27,6 +39,7 @@ from server.api.speech_schemas import (
     DurationUsage,
     SpeechForm,
     SpokenSegment,
+    SpokenWord,
     TextDelta,
     TextDone,
     TranscriptionResponse,
@@ -48,10 +61,12 @@ class Heard:
     Attributes:
         seconds: at which it ends in the whole sound.
         segments: what is said in it, without their numbers.
+        words: where they are asked for.
     """
 
     seconds: float
     segments: list[SpokenSegment]
+    words: list[SpokenWord]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,10 +134,12 @@ class TranscriptionRun:
 
     async def _answer(self, ticket: Place) -> tuple[str, str]:
         segments: list[SpokenSegment] = []
+        words: list[SpokenWord] = []
         seconds = 0.0
         async with aclosing(self._heard(ticket)) as heard:
             async for part in heard:
                 segments += part.segments
+                words += part.words
                 seconds = part.seconds
         for number, segment in enumerate(segments):
             segment.id = number
@@ -138,13 +155,15 @@ class TranscriptionRun:
             case "json":
                 return _json(TranscriptionResponse(text=text, usage=usage))
             case "verbose_json":
+                granularities = self.form.granularities()
                 return _json(
                     VerboseTranscription(
                         task=self.asking.wanted.task,
                         language=language_name(self.language or "en"),
                         duration=round(seconds, 3),
                         text=text,
-                        segments=segments,
+                        segments=segments if "segment" in granularities else None,
+                        words=words if "word" in granularities else None,
                         usage=usage,
                     )
                 )
@@ -231,7 +250,12 @@ class TranscriptionRun:
             if self.asking.takes(answer) or self.asking.is_silence(answer, no_speech):
                 break
         assert answer is not None
-        return self._placed(window, answer, no_speech)
+        if self.asking.is_silence(answer, no_speech):
+            return Heard(seconds=self._end(window), segments=[], words=[])
+        words: list[Word] = []
+        if self.asking.wanted.word_timestamps:
+            words = await self._words(window, features, question, answer, language)
+        return self._placed(window, answer, no_speech, words)
 
     async def _language(self, features: Any, *, first: bool) -> str | None:
         """What is spoken; the first window tells, unless the request does."""
@@ -263,12 +287,27 @@ class TranscriptionRun:
         end = self.tokenizer.eos_token_id
         return () if end is None else (end,)
 
-    def _placed(self, window: Window, answer: Answer, no_speech: float) -> Heard:
+    def _end(self, window: Window) -> float:
+        """Seconds of the whole sound."""
+        return (window.start + len(window.samples)) / self.log_mel.rate
+
+    async def _words(
+        self, window: Window, features: Any, question: Question, answer: Answer, language: str | None
+    ) -> list[Word]:
+        """The words of an answer; when they are said the model is asked once more."""
+        speech, decode = self.service.client.info.speech, self.tokenizer.decode
+        assert speech is not None
+        placing = self.asking.placing(question, answer, self.log_mel.frames_of(len(window.samples)))
+        positions = [] if placing is None else await self._place(features, placing)
+        spoken = None if self.asking.wanted.task == "translate" else language
+        start, end = window.start / self.log_mel.rate, self._end(window)
+        return await asyncio.to_thread(words_of, answer.tokens, positions, speech, decode, spoken, start, end)
+
+    def _placed(self, window: Window, answer: Answer, no_speech: float, words: Sequence[Word]) -> Heard:
         speech, rate = self.service.client.info.speech, self.log_mel.rate
         assert speech is not None
-        start, end = window.start / rate, (window.start + len(window.samples)) / rate
-        silent = self.asking.is_silence(answer, no_speech)
-        found = [] if silent else segments_of(answer.tokens, speech, self._ends, start, end)
+        start, end = window.start / rate, self._end(window)
+        found = segments_of(answer.tokens, speech, self._ends, start, end)
         segments = [
             SpokenSegment(
                 id=0,
@@ -284,9 +323,30 @@ class TranscriptionRun:
             )
             for segment in found
         ]
-        return Heard(seconds=end, segments=segments)
+        spoken = [
+            SpokenWord(word=word.text.strip(), start=round(word.start, 3), end=round(word.end, 3))
+            for word in words
+            if word.text.strip()
+        ]
+        return Heard(seconds=end, segments=segments, words=spoken)
 
     # ---------------------------------------------------------------- questions
+
+    async def _place(self, features: Any, placing: Placing) -> list[float]:
+        """Where tokens are said, by positions of the encoder."""
+        self._count += 1
+        request_id, source = f"{self.request_id}-{self._count}", AudioInput(features, placing.tokens)
+        work = self.service.client.generate(request_id, source, placing.params, **self.terms.keywords())
+        async with aclosing(work) as deltas:
+            async for delta in deltas:
+                if delta.pooled is not None:
+                    positions: list[float] = delta.pooled.values()[:, 0].tolist()
+                    return positions
+                if delta.error == "deadline":
+                    raise DeadlineError
+                if delta.error is not None:
+                    raise RequestFailedError(delta.error)
+        raise RequestFailedError("the engine ended the request")
 
     async def _ask(self, features: Any, question: Question, *, counted: bool = True) -> ChoiceText:
         """The engine's answer; `counted`: it is one that metrics and the log know."""
@@ -331,7 +391,7 @@ def _joined(segments: Sequence[SpokenSegment]) -> str:
 
 
 def _json(answer: BaseModel) -> tuple[str, str]:
-    return answer.model_dump_json(), "application/json"
+    return answer.model_dump_json(exclude_none=True), "application/json"
 
 
 def _event(content: BaseModel) -> str:

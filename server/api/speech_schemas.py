@@ -15,6 +15,7 @@ MAX_PROMPT = 16_384  # characters
 MAX_SPEECH_BEAMS = 64
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
+Granularity = Literal["segment", "word"]
 _LISTS = ("timestamp_granularities", "include")
 
 
@@ -64,6 +65,10 @@ class SpeechForm(ServedBody):
             message = f"stream needs response_format json or text, got {self.response_format}."
             raise ApiError(400, message, param="response_format", code="unsupported_parameter")
 
+    def granularities(self) -> tuple[Granularity, ...]:
+        """What gets times in verbose_json."""
+        return ("segment",)
+
     def ignored_fields(self) -> list[str]:
         known = ("include", "chunking_strategy", "known_speaker_names")
         return [name for name in super().ignored_fields() if name not in known]
@@ -75,23 +80,23 @@ class TranscriptionForm(SpeechForm):
     language: Name | None = Field(
         None, description="What is spoken: a code such as en, or a name such as english; left out, it is detected."
     )
-    timestamp_granularities: list[Literal["segment", "word"]] | None = Field(
-        None, max_length=2, description="Times in verbose_json: segment. (word is refused.)"
+    timestamp_granularities: list[Granularity] | None = Field(
+        None, max_length=2, description="Times in verbose_json: of each segment (as where it is left out), each word."
     )
 
     def refuse(self) -> None:
         super().refuse()
         if self.timestamp_granularities is None:
             return
-        if "word" in self.timestamp_granularities:
-            message = "timestamp_granularities: word is not supported; send segment, whose times the model says itself."
-            raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
         if self.response_format != "verbose_json":
             message = (
                 f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: no other "
                 "answer has a place for times but srt and vtt, which have them anyway."
             )
             raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
+
+    def granularities(self) -> tuple[Granularity, ...]:
+        return tuple(self.timestamp_granularities or super().granularities())
 
 
 class TranslationForm(SpeechForm):
@@ -155,6 +160,18 @@ class SpokenSegment(BaseModel):
     no_speech_prob: float
 
 
+class SpokenWord(BaseModel):
+    """A word with the punctuation beside it.
+
+    Attributes:
+        start, end: seconds.
+    """
+
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptionResponse(BaseModel):
     """The text alone (json)."""
 
@@ -163,13 +180,14 @@ class TranscriptionResponse(BaseModel):
 
 
 class VerboseTranscription(BaseModel):
-    """The text with its segments (verbose_json)."""
+    """The text with its segments, its words, or both (verbose_json)."""
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[SpokenSegment]
+    segments: list[SpokenSegment] | None = None
+    words: list[SpokenWord] | None = None
     usage: DurationUsage
 
 

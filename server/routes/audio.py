@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.audio import Asking, SpeechTask, Thresholds, Transcription, language_code
+from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment, language_code
 from server.answering.endpoints import require
 from server.answering.prompt import Room, encode_fitting
 from server.answering.sound import find_log_mel
@@ -78,6 +78,9 @@ async def _respond(request: Request, service: Service, task: SpeechTask, kind: t
     if fields.num_beams > most:
         message = f"num_beams is {fields.num_beams}, but at most {most} are allowed (max_num_beams)."
         raise ApiError(400, message, param="num_beams", code="invalid_value")
+    words, speech = "word" in fields.granularities(), service.client.info.speech
+    if words and speech is not None:
+        check_alignment(speech, service.client.info.model, "timestamp_granularities")
     language = getattr(fields, "language", None)
     prompt: list[int] = []
     if fields.prompt and fields.prompt.strip():
@@ -91,6 +94,7 @@ async def _respond(request: Request, service: Service, task: SpeechTask, kind: t
         language=None if language is None else language_code(language),
         prompt=prompt,
         timestamps=fields.response_format in ("srt", "vtt", "verbose_json"),
+        word_timestamps=words,
         temperature=fields.temperature,
         num_beams=fields.num_beams,
         seed=fields.seed,

@@ -85,6 +85,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# (layer, head) pairs that tell when words are said.
+ALIGNMENT = {"whisper": [[1, 0], [0, 2], [1, 3]], "whisper-distilled": [[0, 3], [0, 1]]}
 
 
 def make_tokenizer() -> WhisperTokenizer:
@@ -93,6 +95,7 @@ def make_tokenizer() -> WhisperTokenizer:
     words = [*characters, *("".join(merge) for merge in MERGES)]
     tokenizer = WhisperTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=list(MERGES))
     tokenizer.add_tokens([transformers.AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
     tokenizer.add_tokens([transformers.AddedToken(text, special=False, normalized=False) for text in TIMES])
     assert tokenizer.convert_tokens_to_ids(TIMES[-1]) == VOCAB - 1
     return tokenizer
@@ -171,7 +174,7 @@ def make_speech_checkpoint(name: str, folder: Path, *, seed: int = 0, **changes:
             parameter *= 3.0
     model.proj_out.weight[IDS["<|0.00|>"] :] *= 0.6  # else one of so many times is always the likeliest
     config = transformers.GenerationConfig(**GENERATION)
-    for key, value in (SPEECH | changes).items():
+    for key, value in (SPEECH | {"alignment_heads": ALIGNMENT[name]} | changes).items():
         setattr(config, key, value)
     model.generation_config = config
     model.save_pretrained(folder)
@@ -181,6 +184,40 @@ def make_speech_checkpoint(name: str, folder: Path, *, seed: int = 0, **changes:
     stored = json.loads(written.read_text())
     assert stored["no_timestamps_token_id"] == IDS["<|notimestamps|>"]
     return SpeechCheckpoint(folder, model, LogMel(bins=BINS, seconds=SECONDS))
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """What the reference's decoder began with, what it wrote, in seconds where each token of that ends, and its words
+    with their times."""
+
+    begin: list[int]
+    tokens: list[int]
+    times: list[float]
+    words: list[tuple[str, float, float]]
+
+
+def timed_answer(model: SpeechCheckpoint, samples: np.ndarray, **settings: Any) -> TimedAnswer:
+    """The reference's answer to a window, with the times of its tokens."""
+    extractor, tokenizer = WhisperFeatureExtractor.from_pretrained(model.path), make_tokenizer()
+    made = extractor(samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True)
+    found = model.model.generate(
+        made.input_features,
+        attention_mask=made.attention_mask,
+        return_token_timestamps=True,
+        return_dict_in_generate=True,
+        force_unique_generate_call=True,
+        **settings,
+    )
+    ids, times = found["sequences"][0].tolist(), found["token_timestamps"][0].tolist()
+    first = ids.index(model.start) + 1
+    while ids[first] > END and ids[first] < IDS["<|0.00|>"]:  # language, task and the like
+        first += 1
+    end = ids.index(END, first) + 1 if END in ids[first:] else len(ids)
+    tokens, times = ids[first:end], times[first:end]
+    output = {"tokens": torch.tensor([tokens]), "token_timestamps": torch.tensor([times])}
+    _, more = tokenizer._decode_asr([output], return_timestamps="word", return_language=None, time_precision=0.02)
+    return TimedAnswer(ids[:first], tokens, times, [(word["text"], *word["timestamp"]) for word in more["chunks"]])
 
 
 def noise(seconds: float, seed: int = 0) -> np.ndarray:

@@ -195,8 +195,8 @@ class NativeExecutor:
         Raises:
             IndexError: a row's pages or a token's slot lie outside the cache, or its angles outside the tables.
         """
-        if inputs.adapters is not None:
-            return self._torch.run(inputs)  # adapters have no kernel
+        if inputs.needs_torch:
+            return self._torch.run(inputs)
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
             out = self._run(by_length)

@@ -271,6 +271,9 @@ def _attend(operation: Attend, state: Pass) -> None:
         assert inputs.cross is not None
         metadata = inputs.cross.metadata
         kv = replace(state.pages(operation.layer), block_tables=inputs.cross.block_tables, key_centre=None)
+        if inputs.keeper is not None:
+            assert operation.layer is not None
+            inputs.keeper(operation.layer, _heads(state.values[operation.queries], part.head_dim))
     else:
         kv = state.pages(operation.layer)
     attended = operation.backend.attend(

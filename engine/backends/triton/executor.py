@@ -78,8 +78,8 @@ class TritonExecutor:
 
         Rows outside the angles give NaN; slots outside the pages, or in block 0, are not written.
         """
-        if inputs.adapters is not None:
-            return self._torch.run(inputs)  # adapters have no kernel
+        if inputs.needs_torch:
+            return self._torch.run(inputs)
         if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
