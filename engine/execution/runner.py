@@ -25,6 +25,7 @@ from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
@@ -100,7 +101,12 @@ class ModelRunner:
         self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(
-            model.spec.head, self._logits, parts=parts, gather=_gather(model, min_rows), activation=activation
+            model.spec.head,
+            self._logits,
+            parts=parts,
+            gather=_gather(model, min_rows),
+            label_spans=model.head if isinstance(model.head, LabelledSpans) else None,
+            activation=activation,
         )
         self._twin_pooler = None
         if model.twin is not None:

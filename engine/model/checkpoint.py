@@ -25,6 +25,8 @@ from transformers import AutoConfig
 from engine.errors import ModelLoadError, NotDownloadedError, UnsupportedModelError
 from engine.model import families
 from engine.model.config_values import check_values, read_values
+from engine.model.families.entities import FILE as ENTITIES
+from engine.model.families.entities import encoder_config
 from engine.model.families.language_part import language_part
 from engine.model.gguf.folder import SUFFIX, single_file, stand_in
 from engine.model.gguf.on_hub import choose, named_file, nothing_chosen
@@ -54,6 +56,8 @@ PATTERNS = (
     "*/config.json",
     "0_*/*.json",
     "0_*/*.txt",
+    # Of GLiNER (`engine.model.families.entities`).
+    "gliner_config.json",
     # Of bge-m3 (`engine.model.retrieval`).
     "sparse_linear.pt",
     "colbert_linear.pt",
@@ -127,7 +131,7 @@ def _near(path: Path) -> str:
 
 def _is_checkpoint(path: Path) -> bool:
     """It holds a config, or says in which of its folders there is one."""
-    return (path / "config.json").is_file() or (path / "modules.json").is_file()
+    return any((path / name).is_file() for name in ("config.json", "modules.json", ENTITIES))
 
 
 def _looks_like_path(model: str) -> bool:
@@ -231,13 +235,17 @@ def _unreachable(model: str, at: str) -> str:
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config of a checkpoint folder, of a vision-language model that of its language part; code in the
-    checkpoint is never run.
+    """The transformers config of a checkpoint folder, of a vision-language model that of its language part, of GLiNER
+    that of its encoder; code in the checkpoint is never run.
 
     Raises:
         ModelLoadError: there is no readable config, or it holds a number that no model has.
         UnsupportedModelError: unknown model type, or weights that are stored in a way that is not read.
     """
+    if (path / ENTITIES).is_file():
+        values = read_values(path / ENTITIES)
+        check_values(path / ENTITIES, values, known=True)
+        return encoder_config(path, values)
     file = path / "config.json"
     values = read_values(file)
     check_values(file, values, known=families.is_known(values))
