@@ -132,10 +132,8 @@ def read_entities(tokenizer: Tokenizer, text: str, terms: EntityTerms, info: Eng
     begins = [firsts[len(prompt) + number] for number in kept]
     end = max(at for at, word in enumerate(whole.words) if word is not None) + 1
     room = info.max_model_len - begins[0] - (len(whole.ids) - end)
-    windows = [
-        _window(whole, labels, [*begins, end], first, last)
-        for first, last in _cuts([*begins, end], room, terms, reading, info.max_model_len)
-    ]
+    cuts = list(_cuts([*begins, end], room, terms, reading, info.max_model_len))
+    windows = [_window(whole, labels, [*begins, end], first, last) for first, last in cuts]
     return EntityReading(text, [found[number].span() for number in kept], windows)
 
 
