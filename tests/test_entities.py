@@ -13,7 +13,7 @@ import torch
 from support.encoder_text import CORPUS, modernbert, wordpiece, xlmr
 from support.entities import ENCODER, END, MARK, SETTINGS, GlinerFolder, make_gliner
 
-from engine import LLM, InvalidRequestError
+from engine import LLM, InvalidRequestError, quantise_checkpoint
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.interface.request import PoolingParams
 
@@ -30,7 +30,7 @@ BERT = {
 SHAPES: dict[str, dict[str, Any]] = {
     "deberta": {},
     "several-layers": {"num_rnn_layers": 2, "hidden_size": ENCODER["hidden_size"]},
-    "no-recurrence": {"num_rnn_layers": 0, "max_width": 12},
+    "no-recurrence": {"num_rnn_layers": 0, "max_width": 6},
     "bert": {"encoder": BERT, "tokenizer": wordpiece, "seed": 0},
     "xlm-roberta": {"encoder": BERT | {"model_type": "xlm-roberta", "pad_token_id": 1}, "tokenizer": xlmr},
     "modernbert": {
@@ -245,6 +245,25 @@ def test_other_models_are_refused_by_name(
     (tmp_path / "gliner_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(kind, match=message):
         loaded(tmp_path)
+
+
+def test_fewer_bits_are_for_the_encoder_alone(tmp_path: Path, plain: tuple[LLM, GlinerFolder]) -> None:
+    llm, reference = plain
+    for settings in ({"quantization": "int8"}, {"dtype": "bfloat16"}):
+        other = LLM(str(reference.path), device="cpu", show_progress=False, **({"dtype": "float32"} | settings))
+        head = other.engine.executor.runner.model.head
+        assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+        found, wanted = (
+            {(entity.start, entity.end, entity.label): entity.score for entity in output.entities}
+            for output in (each.entities(CORPUS[1], LABELS, threshold=0, flat_ner=False)[0] for each in (other, llm))
+        )
+        common = found.keys() & wanted.keys()
+        assert len(common) > 10
+        differences = [abs(found[span] - wanted[span]) for span in common]
+        assert 0 < sum(differences) / len(differences) < 0.1
+        other.close()
+    with pytest.raises(UnsupportedModelError, match=r"is a GLiNER.*Serve it with --quantization"):
+        quantise_checkpoint(str(reference.path), tmp_path / "smaller", "int8")
 
 
 def test_files_of_torch_are_not_read(tmp_path: Path) -> None:
