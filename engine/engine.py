@@ -114,7 +114,7 @@ class Engine:
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults = GenerationDefaults()
-        if info.entities is None:  # else the folder has neither file that would tell any
+        if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
             honour = config.generation_config == "auto"
             self.defaults = load_defaults(path, read_config(path), info.vocab_size, honour=honour)
         values = self.defaults.values

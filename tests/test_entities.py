@@ -141,7 +141,8 @@ def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
 
 
 def test_a_window_has_as_many_tokens_as_the_model_takes(plain: tuple[LLM, GlinerFolder]) -> None:
-    _, reference = plain
+    llm, reference = plain
+    assert llm.engine.info.max_model_len == 4 * SETTINGS["max_len"] > ENCODER["max_position_embeddings"]
     llm = loaded(reference.path, max_model_len=24)
     (output,) = llm.entities(CORPUS[1], LABELS[:1], stride=1)
     assert output.num_windows > 1

@@ -159,7 +159,10 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     if params.task == "entities" and info.entities is not None:
         for name, places, most in (("positions", positions, MAX_LABELS), ("words", words, info.entities.max_words)):
             if len(places) > most:
-                raise InvalidRequestError(f"{name} must be at most {most}, got {len(places)}.", param=name)
+                raise InvalidRequestError(
+                    f"{name} must hold at most {most} tokens for this model, got {len(places)}. Ask in parts.",
+                    param=name,
+                )
     return Pooling(
         task=params.task,
         modes=modes if params.task == "embed" else (),

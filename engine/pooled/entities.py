@@ -43,7 +43,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntityTerms:
-    """What is asked for; the names are those of GLiNER's library.
+    """What is asked for; the names are those of GLiNER's library, which has no `stride`.
 
     Attributes:
         labels: what entities there may be, in words; one that stands twice counts once.

@@ -220,10 +220,9 @@ def describe(config: Any) -> ModelSpec:
             "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
         )
     if model.decoder is not None and model.encoder is None:
-        model = _with_head_of(name, config, model, headless=name in family.headless)
-        return model if entities is None else with_entities(model, entities)
+        return _with_head_of(name, config, model, headless=name in family.headless)
     if entities is not None:
-        return with_entities(model, entities)
+        return with_entities(model, entities, context_length(config, model))
     if name in _BY_ARCHITECTURE:
         return model
     if family.repeats is None or not name.endswith("ForSequenceClassification"):

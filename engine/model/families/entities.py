@@ -1,4 +1,4 @@
-"""GLiNER (arXiv:2311.08526): an encoder of any family, with a head that scores spans of words for labels.
+"""GLiNER (arXiv:2311.08526): an encoder with a head that scores spans of words for labels.
 
 Its library saves both as one model, whose gliner_config.json holds the encoder's config.
 """
@@ -54,8 +54,8 @@ _DEFAULTS = {
     "ent_token": "<<ENT>>",
     "sep_token": "<<SEP>>",
 }
-# Tokens for each of the words that are read at once, labels included: what an input may have where positions have no
-# end of their own.
+# What an input may have for each of the words that are read at once, labels included, where positions have no end: the
+# library reads such inputs however many tokens they are.
 _TOKENS_PER_WORD = 4
 
 
@@ -152,18 +152,15 @@ def entity_head(config: Any) -> LabelledSpans | None:
     return LabelledSpans(features=features, recurrent=recurrent, reading=reading)
 
 
-def with_entities(model: ModelSpec, head: LabelledSpans) -> ModelSpec:
+def with_entities(model: ModelSpec, head: LabelledSpans, trained: int | None) -> ModelSpec:
     """An encoder with that head. Where positions have no end, it reads as much as the head was made for.
 
-    Raises:
-        UnsupportedModelError: it is no encoder.
+    Args:
+        trained: tokens of context that the encoder was made for.
     """
-    if model.encoder is None or model.decoder is not None:
-        raise UnsupportedModelError(f"{FILE}: encoder_config describes no encoder; others are not implemented here.")
-    length = model.context_length
     if model.max_positions is None:
-        length = max(length or 0, _TOKENS_PER_WORD * head.reading.max_words)
-    return replace(model, head=head, context_length=length)
+        trained = max(trained or 0, _TOKENS_PER_WORD * head.reading.max_words)
+    return replace(model, head=head, context_length=trained)
 
 
 def entity_weights(table: WeightTable, head: LabelledSpans, hidden: int) -> WeightTable:
