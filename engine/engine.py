@@ -121,9 +121,10 @@ class Engine:
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
-        self.defaults: GenerationDefaults = load_defaults(
-            path, read(path), info.vocab_size, honour=config.generation_config == "auto"
-        )
+        self.defaults = GenerationDefaults()
+        if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
+            honour = config.generation_config == "auto"
+            self.defaults = load_defaults(path, read(path), info.vocab_size, honour=honour)
         values = self.defaults.values
         self.info = dataclasses.replace(
             info,

@@ -49,6 +49,7 @@ from server.routes import (
     cohere,
     completions,
     embeddings,
+    entities,
     fill_mask,
     live,
     messages,
@@ -215,6 +216,7 @@ def create_app(
         scoring,
         classify,
         answer,
+        entities,
         fill_mask,
         translate,
         audio,
@@ -274,6 +276,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (text_embeddings, commons.pooling),
         (classify, commons.pooling),
         (answer, commons.pooling),
+        (entities, commons.pooling),
         (fill_mask, commons.pooling),
     ):
         checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}

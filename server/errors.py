@@ -23,7 +23,7 @@ request_logger = structlog.get_logger("octavo.request")
 # Endings of the paths whose requests have a line in the log each.
 _LOGGED = (
     "/completions", "/responses", "/messages", "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
-    "/fill-mask", "/transcriptions", "/translations", "/translate",
+    "/entities", "/fill-mask", "/transcriptions", "/translations", "/translate",
     "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity",
 )  # fmt: skip
 _SHOWN = 80  # characters of a wrong value that an error message repeats

@@ -788,7 +788,8 @@ def test_documentation() -> None:
     assert "422" not in json.dumps(document)
     assert set(document["paths"]) >= {
         "/v1/completions", "/v1/chat/completions", "/v1/embeddings",
-        "/v1/score", "/v1/rerank", "/v1/classify", "/v1/answer", "/v1/fill-mask", "/tokenize", "/detokenize",
+        "/v1/score", "/v1/rerank", "/v1/classify", "/v1/answer", "/v1/entities", "/v1/fill-mask", "/tokenize",
+        "/detokenize",
         "/v1/audio/transcriptions", "/v1/audio/translations",
         "/version", "/v1/models", "/v1/models/{model_id}", "/health", "/health/live", "/health/ready",
         "/metrics"

@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "headless-decoder": ({"tasks": ("embed",), **EMBEDS}, VECTORS),
     "decoder-with-classes": ({"tasks": ("classify",), "labels": ("a", "b")}, ["/pooling", "/v1/classify"]),
     "answers": ({"tasks": ("answer",), **ENCODER}, ["/v1/answer"]),
+    "entities": ({"tasks": ("entities",), **ENCODER}, ["/v1/entities"]),
     "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/pooling", "/v1/classify"]),
 }
 BODIES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/classify": {"input": "a"},
     "/v1/answer": {"question": "a", "context": "b"},
+    "/v1/entities": {"input": "a", "labels": ["b"]},
     "/v1/fill-mask": {"input": "a"},
     "/translate": {"q": "a", "source": "en", "target": "de"},
     "/v1/audio/transcriptions": {},

@@ -24,7 +24,13 @@ from server.config.settings import ServerSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-NEEDS_A_HEAD = {"/v1/answer", "/v1/classify", "/v1/fill-mask", "/translate"}  # that the model here has not
+NEEDS_A_HEAD = {
+    "/v1/answer",
+    "/v1/classify",
+    "/v1/entities",
+    "/v1/fill-mask",
+    "/translate",
+}  # that the model here has not
 MINIMAL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": HELLO},

@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.entities import make_gliner
 from support.pooling_api import PoolingApi
 from support.text_encoders import make_text_encoder
 
@@ -26,6 +27,7 @@ SERVED = {
     "headless": ["/v1/score", "/v1/rerank"],
     "masked": ["/v1/fill-mask"],
     "answers": ["/v1/answer"],
+    "entities": ["/v1/entities"],
 }
 _CHECKS = [
     not_a_server_error,
@@ -40,6 +42,8 @@ _CHECKS = [
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PoolingApi]:
     """A model, and its kind."""
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "entities":
+        return request.param, PoolingApi(make_gliner(folder))
     return request.param, PoolingApi(make_text_encoder(request.param, folder, max_position_embeddings=512))
 
 
@@ -54,7 +58,14 @@ def test_examples_work_as_they_stand(served: tuple[str, PoolingApi]) -> None:
             pair = kind == "tokens" and name == "pair"
             assert answer.status_code == (400 if pair else 200), (path, name, answer.text)
             assert "x-octavo-ignored-fields" not in answer.headers
-    for schema in ("ScoreRequest", "RerankRequest", "ClassifyRequest", "AnswerRequest", "FillMaskRequest"):
+    for schema in (
+        "ScoreRequest",
+        "RerankRequest",
+        "ClassifyRequest",
+        "AnswerRequest",
+        "EntitiesRequest",
+        "FillMaskRequest",
+    ):
         fields = document["components"]["schemas"][schema]["properties"]
         assert all(field.get("description") for field in fields.values()), schema
 

@@ -35,6 +35,7 @@ from server.routes import (
     cohere,
     completions,
     embeddings,
+    entities,
     fill_mask,
     messages,
     responses,
@@ -289,8 +290,8 @@ def test_other_requests_are_not_traced(collector: Collector) -> None:
 
 def test_every_endpoint_of_the_model_is_traced() -> None:
     modules = (
-        answer, chat, classify, cohere, completions, embeddings, fill_mask, messages, responses, scoring,
-        text_embeddings, translate,
+        answer, chat, classify, cohere, completions, embeddings, entities, fill_mask, messages, responses,
+        scoring, text_embeddings, translate,
     )  # fmt: skip
     routes = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes if "POST" in route.methods} == TRACED

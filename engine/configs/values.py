@@ -48,6 +48,9 @@ COUNTS: dict[str, tuple[int, int]] = {
          _FEATURES,
     ),
     "num_channels": (1, 1 << 10),
+    "num_rnn_layers": (0, 100),
+    "max_width": (1, 1 << 7),
+    "max_len": (1, 1 << 13),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
@@ -99,6 +102,7 @@ _NEEDED = frozenset(
     | {"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
     | {"moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index", "num_experts_per_tok"}
     | {"routed_scaling_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha", "swiglu_limit"}
+    | {"num_rnn_layers", "max_width", "max_len"}
     | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
 )
 

@@ -52,6 +52,8 @@ class Pooler:
         apply: the model's head over hidden states [N, hidden], float32.
         parts: what there is beside the head.
         gather: what an Embedder's probe makes of hidden states, given where each input's begin and end.
+        label_spans: of a model that finds entities: scores of spans for labels, given an input's hidden states and
+            which tokens stand for labels and words.
         activation: what makes probabilities of the head's numbers.
     """
 
@@ -62,9 +64,11 @@ class Pooler:
         *,
         parts: PoolingParts = NO_PARTS,
         gather: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None = None,
+        label_spans: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] | None = None,
         activation: Activation = "none",
     ):
         self._gather = gather
+        self._label_spans = label_spans
         self._head = head
         self._apply = apply
         self._parts = parts
@@ -96,6 +100,8 @@ class Pooler:
                     found = self._classify(hidden, plan, rows, spans)
                 case "token_classify" | "answer":
                     found = self._classify_tokens(hidden, rows, spans)
+                case "entities":
+                    found = self._find_entities(hidden, rows, spans)
                 case _:
                     found = self._predict(hidden, rows, spans)
             answers.update((row.row, answer) for row, answer in zip(rows, found, strict=True))
@@ -210,6 +216,21 @@ class Pooler:
             new if row.before is None else PooledRow(values=np.concatenate((row.before, new.values), dtype=np.float64))
             for row, new in zip(rows, found, strict=True)
         ]
+
+    def _find_entities(
+        self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        """The scores above the threshold; each input by itself, so that none depends on the others. They are always
+        whole."""
+        assert self._label_spans is not None
+        answers = []
+        for row, (begin, end) in zip(rows, spans, strict=True):
+            asked = row.pooling
+            scores = self._label_spans(hidden[begin:end], asked.positions, asked.words).flatten()
+            found = (~(scores <= asked.threshold)).nonzero().flatten()  # what is no number is found, and said
+            values, ids = scores[found].cpu().numpy(), found.to(torch.int32).cpu().numpy()
+            answers.append(PooledRow(values=values[None], ids=ids[None]))
+        return answers
 
     def _scores(self, numbers: Tensor, rows: Sequence[PoolingRow], counts: Sequence[int]) -> list[PooledRow]:
         meant = classes(numbers, self._activation).cpu().numpy()

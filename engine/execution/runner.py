@@ -26,6 +26,7 @@ from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import CrossPages
 from engine.model.program import QueryKeeper
 from engine.model.spec import Lm
@@ -102,7 +103,12 @@ class ModelRunner:
         self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(
-            model.spec.head, self._logits, parts=parts, gather=_gather(model, min_rows), activation=activation
+            model.spec.head,
+            self._logits,
+            parts=parts,
+            gather=_gather(model, min_rows),
+            label_spans=model.head if isinstance(model.head, LabelledSpans) else None,
+            activation=activation,
         )
         self._aligner = Aligner(model)
         self._twin_pooler = None

@@ -1,4 +1,5 @@
-"""What `LLM` makes of texts and images without writing any: vectors, scores, classes, answers, masked tokens."""
+"""What `LLM` makes of texts and images without writing any: vectors, scores, classes, answers, entities, masked
+tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ from engine.pooled import (
     ClassificationOutput,
     Comparer,
     EmbeddingOutput,
+    EntitiesOutput,
+    EntityTerms,
     FillMaskOutput,
     ScoreOutput,
     TokenClassificationOutput,
     answers_of,
     check_aggregation,
     check_scores,
+    entities_of,
     find_prompt,
     is_cross_encoder,
     labels_of,
@@ -34,6 +38,7 @@ from engine.pooled import (
     mask_positions,
     masks_of,
     prompt_tokens,
+    read_entities,
     read_question,
     side_prompt,
     spans_of,
@@ -246,6 +251,59 @@ class PoolingMethods:
                 num_windows=len(windows),
             )
             for windows, (_, text) in zip(cut, pairs, strict=True)
+        ]
+
+    def entities(
+        self,
+        texts: str | Sequence[str],
+        labels: Sequence[str],
+        *,
+        threshold: float = 0.5,
+        flat_ner: bool = True,
+        multi_label: bool = False,
+        stride: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[EntitiesOutput]:
+        """The parts of each text that are what one of the labels says (GLiNER).
+
+        A text that is too long is read in windows that overlap.
+
+        Args:
+            texts: a text or a list of texts.
+            labels: what entities there may be, in words: "person", "date of birth".
+            threshold, flat_ner, multi_label, stride: see `EntityTerms`; names and defaults of all but the last one are
+                those of GLiNER's library.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model finds no entities, or a text or a parameter is impossible; nothing was
+                computed.
+            RequestFailedError: the engine failed on a window.
+        """
+        info = self.engine.info
+        check_task(info, "entities")
+        assert info.entities is not None
+        tokenizer = need_tokenizer(self.tokenizer, info)
+        for name, given in (("texts", texts), ("labels", labels)):
+            single = name == "texts" and isinstance(given, str)
+            listed = isinstance(given, Sequence) and given and all(isinstance(item, str) for item in given)
+            if not single and (not listed or isinstance(given, str)):
+                raise InvalidRequestError(f"{name} must be a list of texts that is not empty.", param=name)
+        terms = EntityTerms(
+            labels=tuple(labels), threshold=threshold, flat_ner=flat_ner, multi_label=multi_label, stride=stride
+        )
+        given = [texts] if isinstance(texts, str) else texts
+        found = [read_entities(tokenizer, text, terms, info) for text in given]
+        windows = [window for reading in found for window in reading.windows]
+        readings = [Reading(window.encoding, None, token_input(window.encoding, info)) for window in windows]
+        asked = [window.params(threshold) for window in windows]
+        pooled = iter(self._pool(readings, asked, "finding entities", use_tqdm))
+        return [
+            EntitiesOutput(
+                entities=entities_of([next(pooled) for _ in reading.windows], reading, terms, info.entities),
+                num_windows=len(reading.windows),
+            )
+            for reading in found
         ]
 
     def fill_mask(

@@ -20,7 +20,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 SECONDS_PER_TIMESTAMP = 0.02  # of speech models
 NO_ALIGNMENT = "its generation_config.json names no alignment_heads"
 Task = Literal[
-    "generate", "embed", "classify", "token_classify", "answer", "fill_mask", "token_embed", "sparse_embed", "align"
+    "generate", "embed", "classify", "token_classify", "answer", "entities", "fill_mask", "token_embed", "sparse_embed",
+    "align",
 ]  # fmt: skip
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 SparseTokens = Literal["vocabulary", "input"]
@@ -88,9 +89,11 @@ class Pooled:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
             answer: (tokens, 2), how well an answer begins and ends there;
             fill_mask: (positions, top_k); token_embed: (tokens, features); sparse_embed: (1, tokens with a weight);
+            entities: (1, pairs of a span and a label whose score is above the threshold);
             align: (tokens, 1), the position of the encoder's input from which on each token's successor is said.
         data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
-        ids: fill_mask, sparse_embed: int32 of the same shape, the tokens.
+        ids: fill_mask, sparse_embed: int32 of the same shape, the tokens. entities: the pairs, ascending, as
+            (first word * max_width + words beyond the first) * labels + label.
     """
 
     shape: tuple[int, int]
@@ -341,6 +344,24 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntitiesInfo:
+    """How a model that finds entities reads labels and texts.
+
+    Attributes:
+        label_mark, text_mark: the tokens before each label, and before the text's words.
+        label_token_id: of `label_mark`.
+        max_words: of a text that is read at once.
+        max_width: words of an entity at most.
+    """
+
+    label_mark: str
+    text_mark: str
+    label_token_id: int
+    max_words: int
+    max_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechInfo:
     """The special tokens of a speech model.
 
@@ -405,6 +426,7 @@ class EngineInfo:
         sparse: what the tokens of its sparse vectors are: of the whole "vocabulary", or those of the "input", where
             special tokens do not count.
         token_vectors: those made to be compared token by token; None: it has only hidden states.
+        entities: how it reads labels and texts, where it finds entities; None of other models.
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
@@ -457,6 +479,7 @@ class EngineInfo:
     has_projection: bool = False
     sparse: SparseTokens | None = None
     token_vectors: TokenVectorsInfo | None = None
+    entities: EntitiesInfo | None = None
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None

@@ -12,6 +12,8 @@ from engine.interface.values import NumberRange, brief, check_number, fail
 
 DEFAULT_TOP_K = 5
 MAX_TOP_K = 1000
+DEFAULT_THRESHOLD = 0.5
+MAX_LABELS = 1000  # of entities, in one request
 
 _POOLING_TASKS = tuple(task for task in get_args(Task) if task != "generate")
 _MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
@@ -22,6 +24,7 @@ _LACKS = {
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
     "answer": "it has no head that finds answers",
+    "entities": "it has no head that finds entities by labels",
     "fill_mask": "it has no masked-language-model head",
     "token_embed": "it is no encoder of texts that gives vectors",
     "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
@@ -34,10 +37,11 @@ class PoolingParams:
 
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
-            token's; "answer" two numbers of each token, that an answer begins and that one ends there; "fill_mask" the
-            most probable tokens at some positions; "token_embed" a vector of each token; "sparse_embed" weights of
-            tokens; "align" where in its input an encoder-decoder speech model hears the tokens that its decoder is
-            given, by attention and dynamic time warping (arXiv:2212.04356, as OpenAI's program does it).
+            token's; "answer" two numbers of each token, that an answer begins and that one ends there; "entities"
+            scores of spans of words for labels that the input names; "fill_mask" the most probable tokens at some
+            positions; "token_embed" a vector of each token; "sparse_embed" weights of tokens; "align" where in its
+            input an encoder-decoder speech model hears the tokens that its decoder is given, by attention and dynamic
+            time warping (arXiv:2212.04356, as OpenAI's program does it).
         pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
             the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
             the root of the length, the mean weighted by position. None: the model's own.
@@ -45,7 +49,9 @@ class PoolingParams:
         dimensions: embed: keep the first so many features (before the norm; arXiv:2205.13147).
         use_activation: classify, token_classify: probabilities (or what the model's config asks for), not the head's
             own numbers. None: true.
-        positions: fill_mask: which tokens of the input are to be predicted.
+        positions: fill_mask: which tokens of the input are to be predicted; entities: which stand for labels.
+        words: entities: the first token of each word.
+        threshold: entities: report pairs of a span and a label whose score, from 0 to 1, is above this (0.5).
         top_k: fill_mask: how many of the most probable tokens to report (5).
         skip_tokens: embed: leave the first so many tokens, an instruction for example, out of the vector. Nothing is
             left out of a single token's. align: the first so many tokens began the answer, and are not aligned.
@@ -58,6 +64,8 @@ class PoolingParams:
     dimensions: int | None = None
     use_activation: bool | None = None
     positions: Sequence[int] | None = None
+    words: Sequence[int] | None = None
+    threshold: float | None = None
     top_k: int | None = None
     skip_tokens: int = 0
     encoder_length: int | None = None
@@ -75,10 +83,14 @@ class PoolingParams:
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
         check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))
         check_number("encoder_length", self.encoder_length, NumberRange(low=1, integer=True))
-        if self.positions is not None:
-            _check_positions(self.positions)
+        check_number("threshold", self.threshold, NumberRange(low=0, high=1))
+        for name in ("positions", "words"):
+            if (places := getattr(self, name)) is not None:
+                _check_places(name, places)
         if self.task == "fill_mask" and not self.positions:
             fail("positions", "fill_mask needs the positions of the tokens to predict.")
+        if self.task == "entities" and not (self.positions and self.words):
+            fail("positions" if self.words else "words", "entities needs the positions of labels and of words.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +106,8 @@ class Pooling:
     dimensions: int | None = None
     use_activation: bool = True
     positions: tuple[int, ...] = ()
+    words: tuple[int, ...] = ()
+    threshold: float = DEFAULT_THRESHOLD
     top_k: int = DEFAULT_TOP_K
     skip_tokens: int = 0
     alignment: Alignment | None = None
@@ -141,16 +155,23 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     if params.task == "token_embed":
         normalize = info.token_vectors is not None if params.normalize is None else params.normalize
         skip = 0 if info.token_vectors is None else info.token_vectors.first
-    positions = tuple(params.positions or ())
-    if any(position >= prompt_len for position in positions):
-        raise InvalidRequestError(
-            f"positions must be below the {prompt_len} tokens of the input, got {max(positions)}.", param="positions"
-        )
-    if len(positions) > prompt_len:
-        raise InvalidRequestError(
-            f"positions must be no more than the {prompt_len} tokens of the input, got {len(positions)}.",
-            param="positions",
-        )
+    positions, words = tuple(params.positions or ()), tuple(params.words or ())
+    for name, places in (("positions", positions), ("words", words)):
+        if any(place >= prompt_len for place in places):
+            raise InvalidRequestError(
+                f"{name} must be below the {prompt_len} tokens of the input, got {max(places)}.", param=name
+            )
+        if len(places) > prompt_len:
+            raise InvalidRequestError(
+                f"{name} must be no more than the {prompt_len} tokens of the input, got {len(places)}.", param=name
+            )
+    if params.task == "entities" and info.entities is not None:
+        for name, places, most in (("positions", positions, MAX_LABELS), ("words", words, info.entities.max_words)):
+            if len(places) > most:
+                raise InvalidRequestError(
+                    f"{name} must hold at most {most} tokens for this model, got {len(places)}. Ask in parts.",
+                    param=name,
+                )
     return Pooling(
         task=params.task,
         modes=modes if params.task == "embed" else (),
@@ -158,6 +179,8 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
         dimensions=params.dimensions,
         use_activation=params.use_activation is not False,
         positions=positions,
+        words=words,
+        threshold=DEFAULT_THRESHOLD if params.threshold is None else params.threshold,
         top_k=min(params.top_k or DEFAULT_TOP_K, info.vocab_size),
         skip_tokens=min(skip, prompt_len - 1),
     )
@@ -186,12 +209,12 @@ def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int)
     )
 
 
-def _check_positions(positions: Any) -> None:
-    if not isinstance(positions, Sequence) or isinstance(positions, (str, bytes)):
-        fail("positions", f"positions must be a list of integers, got {brief(positions)}.")
-    for position in positions:
-        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
-            fail("positions", f"positions must hold integers of at least 0, got {brief(position)}.")
+def _check_places(name: str, places: Any) -> None:
+    if not isinstance(places, Sequence) or isinstance(places, (str, bytes)):
+        fail(name, f"{name} must be a list of integers, got {brief(places)}.")
+    for place in places:
+        if isinstance(place, bool) or not isinstance(place, int) or place < 0:
+            fail(name, f"{name} must hold integers of at least 0, got {brief(place)}.")
 
 
 def check_task(info: EngineInfo, task: Task) -> None:

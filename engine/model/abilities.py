@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.interface.outputs import Activation, PoolingMode, RepeatedInput, SparseTokens, Task, TokenVectorsInfo
+from engine.interface.outputs import (
+    Activation,
+    EntitiesInfo,
+    PoolingMode,
+    RepeatedInput,
+    SparseTokens,
+    Task,
+    TokenVectorsInfo,
+)
 from engine.model import spec
 from engine.model.sentence import MODULES, InputWeights, Pipeline, VocabularyWeights, size_after, torch_class
 
@@ -23,6 +31,7 @@ class Abilities:
     has_projection: bool = False
     sparse: SparseTokens | None = None
     token_vectors: TokenVectorsInfo | None = None
+    entities: EntitiesInfo | None = None
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
@@ -62,7 +71,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         found["token_types"], found["boxes"] = embedding.token_types, embedding.boxes
         found["second_after"] = embedding.second_after
     both = model.encoder is not None and model.decoder is not None
-    if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
+    if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan | spec.LabelledSpans)):
         logger.warning(
             "%s makes embeddings of this model, which are not served: it has a head that %s",
             pipeline.transformer / MODULES,
@@ -78,6 +87,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             return Abilities(tasks=tasks, **found)
         case spec.AnswerSpan():
             return Abilities(tasks=("answer",), **found)
+        case spec.LabelledSpans(reading=reading):
+            return Abilities(tasks=("entities",), entities=reading, **found)
         case spec.Lm() if both:
             return Abilities(tasks=("generate",))
         case spec.Lm():
@@ -157,6 +168,8 @@ def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any])
 def _does(head: spec.Head, both: bool) -> str:
     if isinstance(head, spec.AnswerSpan):
         return "answers questions"
+    if isinstance(head, spec.LabelledSpans):
+        return "finds entities"
     return "generates" if both and not isinstance(head, spec.Classifier) else "classifies"
 
 

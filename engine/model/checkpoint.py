@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.configs.published import PublishedConfig, read
-from engine.configs.values import read_values
+from engine.configs.values import check_values, read_values
 from engine.errors import ModelLoadError
 from engine.model import families
+from engine.model.families.entities import FILE as ENTITIES
+from engine.model.families.entities import encoder_config
 from engine.model.families.language_part import language_part
 from engine.model.folders import is_checkpoint, near
 from engine.model.gguf.folder import SUFFIX, single_file, stand_in
@@ -44,6 +46,8 @@ PATTERNS = (
     "*/config.json",
     "0_*/*.json",
     "0_*/*.txt",
+    # Of GLiNER (`engine.model.families.entities`).
+    "gliner_config.json",
     # Of bge-m3 (`engine.model.retrieval`).
     "sparse_linear.pt",
     "colbert_linear.pt",
@@ -121,16 +125,18 @@ def _looks_like_path(model: str) -> bool:
 
 
 def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
-    """The config of a checkpoint folder, of a vision-language model that of its language part; code in the checkpoint
-    is never run.
+    """The config of a checkpoint folder, of a vision-language model that of its language part, of GLiNER that
+    of its encoder; code in the checkpoint is never run.
 
-    Args:
-        given: what its config.json holds, if it has been read.
 
     Raises:
         ModelLoadError: there is no readable config, or it holds a number that no model has.
         UnsupportedModelError: unknown model type, or weights that are stored in a way that is not read.
     """
+    if (path / ENTITIES).is_file():
+        values = read_values(path / ENTITIES)
+        check_values(path / ENTITIES, values, known=True)
+        return encoder_config(path, values)
     config = given or read(path, known=families.is_known(read_values(path / "config.json")))
     part = language_part(config)
     if part is not config:

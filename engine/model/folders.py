@@ -18,4 +18,4 @@ def near(path: Path) -> str:
 
 def is_checkpoint(path: Path) -> bool:
     """It holds a config, or says in which of its folders there is one."""
-    return (path / "config.json").is_file() or (path / "modules.json").is_file()
+    return any((path / name).is_file() for name in ("config.json", "modules.json", "gliner_config.json"))

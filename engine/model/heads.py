@@ -13,6 +13,7 @@ from engine.model import spec
 from engine.model.activations import activate, activate_by_name
 from engine.model.blocks import Sublayer, build_feed_forward
 from engine.model.executor import Executor, fastest
+from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import Linear
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
@@ -183,6 +184,8 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
             )
         case spec.Embedder():
             return Embedder(part, hidden, place)
+        case spec.LabelledSpans():
+            return LabelledSpans(part, hidden, place.device)
         case spec.Pool():
             return None
 

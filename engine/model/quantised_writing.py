@@ -35,7 +35,7 @@ from engine.model.gguf.weights import stored_formats
 from engine.model.parameter_count import check_parameters
 from engine.model.quantisation import Quantization, quantise
 from engine.model.retrieval import read_folder
-from engine.model.spec import ModelSpec
+from engine.model.spec import LabelledSpans, ModelSpec
 from engine.model.stored.compressed_tensors import config_of, parts_of, written_as
 from engine.model.table import Entry, keeps_rows
 from engine.model.transformer import Transformer
@@ -114,6 +114,10 @@ def quantise_checkpoint(
     if (scheme := stored_scheme(config)) is not None:
         raise _few_bits_already(model, scheme.title)
     spec = build_spec(config)
+    if isinstance(spec.head, LabelledSpans):
+        raise UnsupportedModelError(
+            f"{model} is a GLiNER, whose library reads no weights of few bits. Serve it with --quantization instead."
+        )
     check_parameters(path, spec, scheme)
     with Checkpoint(path) as checkpoint:
         if checkpoint.files[0].suffix == SUFFIX and (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.backends.attention.base import Chunks, Sight
-from engine.interface.outputs import RepeatedInput, SignalInfo
+from engine.interface.outputs import EntitiesInfo, RepeatedInput, SignalInfo
 from engine.model.normalisation import Norm
 from engine.model.positions import (
     AttentionPosition,
@@ -808,7 +808,23 @@ class Embedder:
     bias: bool = False
 
 
-Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool | Embedder
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledSpans:
+    """How well each span of an input's words goes with each label that the input names: the product of what networks
+    make of the span's two ends and of the label (GLiNER, arXiv:2311.08526).
+
+    Attributes:
+        features: of words, labels and spans; hidden states of another size go through a matrix first.
+        recurrent: layers of an LSTM in both directions, which the words go through; 0 for none.
+        reading: how an input names labels, and how many words texts and spans have.
+    """
+
+    features: int
+    recurrent: int
+    reading: EntitiesInfo
+
+
+Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool | Embedder | LabelledSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from engine.errors import InvalidRequestError
 from engine.interface.inputs import read_boxes
 from engine.interface.outputs import EngineInfo, Pooled
+from engine.interface.pooling import DEFAULT_THRESHOLD, MAX_LABELS
 from engine.interface.request import TokenInput
 from engine.interface.values import NumberRange, check_number
 from engine.pooled.answers import (
@@ -25,18 +26,20 @@ from engine.pooled.answers import (
     windows_of,
 )
 from engine.pooled.comparing import SIDES, Comparer, comparison_of, cosine, side_prompt, sparse_of
+from engine.pooled.entities import Entity, EntityReading, EntityTerms, entities_of, read_entities
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding, Side, cut
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
-    "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
-    "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "Comparer",
-    "EmbeddingOutput", "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
-    "TokenClassificationOutput", "answers_of", "boxes_of", "check_aggregation", "check_scores", "comparison_of",
-    "cosine", "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
-    "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
+    "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "DEFAULT_THRESHOLD", "MAX_ANSWERS", "MAX_ANSWER_LENGTH",
+    "MAX_LABELS", "MAX_WINDOWS", "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms",
+    "ClassificationOutput", "Comparer", "EmbeddingOutput", "EntitiesOutput", "Entity", "EntityReading", "EntityTerms",
+    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span", "TokenClassificationOutput",
+    "answers_of", "boxes_of", "check_aggregation", "check_scores", "comparison_of", "cosine", "entities_of",
+    "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
+    "read_entities", "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 
@@ -149,6 +152,18 @@ class FillMaskOutput(PoolingOutput):
     """For each mask of one input, in their order, the most probable tokens in its place."""
 
     masks: list[list[MaskedToken]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntitiesOutput:
+    """The entities of one text, in the order in which they begin.
+
+    Attributes:
+        num_windows: in how many windows the text was read.
+    """
+
+    entities: list[Entity]
+    num_windows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

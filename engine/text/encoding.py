@@ -98,6 +98,14 @@ def encode_fast(
     )
 
 
+def encode_words(fast: Any, words: list[str], *, segments: bool) -> Encoding:
+    """Encode words that have been told apart already by a tokenizer of the tokenizers library: each on its own, and the
+    special tokens around all of them. Where tokens stand in a text is not known then."""
+    whole = fast.encode_batch([words], is_pretokenized=True)[0]
+    type_ids = whole.type_ids if segments else [0] * len(whole.ids)
+    return Encoding(whole.ids, type_ids, None, whole.sequence_ids, words=whole.word_ids)
+
+
 def encode_slow(
     hf: Any,
     texts: tuple[str, ...],

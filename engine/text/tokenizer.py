@@ -12,7 +12,7 @@ from typing import Any, Literal
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import Logprob, TokenLogprobs
 from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer, WordDetokenizer
-from engine.text.encoding import Encoding, Side, encode_fast, encode_slow
+from engine.text.encoding import Encoding, Side, encode_fast, encode_slow, encode_words
 from engine.text.languages import Languages
 
 
@@ -244,6 +244,21 @@ class Tokenizer:
             side=side,
             words=words,
         )
+
+    def encode_words(self, words: Sequence[str]) -> Encoding:
+        """Words that have been told apart already, to what an encoder reads; `Encoding.words` counts them.
+
+        Raises:
+            InvalidRequestError: a word is not valid Unicode, or the tokenizer does not say which word a token is of.
+        """
+        if self._fast is None:
+            raise InvalidRequestError(
+                "the model's tokenizer is written in Python and does not say which word a token is of. Add a "
+                "tokenizer.json to its folder.",
+                param="input",
+                code="no_offsets",
+            )
+        return encode_words(self._fast, [self._given(word, "input") for word in words], segments=self._segments)
 
     def encode_answer(self, text: str) -> list[int]:
         """The beginning of an encoder-decoder model's answer to ids, without special tokens.

@@ -17,6 +17,7 @@ _HEADS = {
     "classify": "its head tells classes of texts apart",
     "token_classify": "its head tells classes of tokens apart",
     "answer": "its head finds answers to questions",
+    "entities": "its head finds entities by labels",
 }
 
 # Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
@@ -77,6 +78,12 @@ def _answer(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
+def _entities(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "entities" not in info.tasks:
+        return f"{_kind(info)}, and it finds no entities by labels"
+    return None if tokenizer is not None else _NO_TOKENIZER
+
+
 def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "fill_mask" not in info.tasks:
         return f"{_kind(info)}, and it predicts no masked tokens"
@@ -119,6 +126,7 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/rerank": _score,
     "/v1/classify": _classify,
     "/v1/answer": _answer,
+    "/v1/entities": _entities,
     "/v1/fill-mask": _fill_mask,
     "/translate": _translate,
     "/v1/audio/transcriptions": _transcriptions,

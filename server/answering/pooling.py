@@ -43,7 +43,8 @@ from server.errors import ApiError
 from server.gates import Place
 from server.metrics.times import PromptTimes
 
-_WIDE = ("token_embed", "sparse_embed")  # tasks that give many numbers of each token
+# Tasks that may give many numbers of each token, and what these are.
+_WIDE = {"token_embed": "vectors", "sparse_embed": "vectors", "entities": "scores"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +326,8 @@ class _Answers(Lane):
         if self._size <= limit:
             return None
         message = (
-            f"The vectors of tokens take more than {limit} bytes of memory (max_answer_size). Send fewer or shorter "
-            "texts at once, or raise --max-answer-size."
+            f"The {_WIDE[run.input.params.task]} of tokens take more than {limit} bytes of memory (max_answer_size). "
+            "Send fewer or shorter texts at once, or raise --max-answer-size."
         )
         return ApiError(400, message, code="answer_too_large")
 

@@ -155,6 +155,21 @@ ANSWER: dict[str, Any] = {
         },
     },
 }
+ENTITIES: dict[str, Any] = {
+    "simple": {
+        "summary": "One text",
+        "value": {"input": "Anna Bergen lives in Oslo.", "labels": ["person", "city"], "threshold": 0.4},
+    },
+    "several": {
+        "summary": "Several texts, entities within others",
+        "value": {
+            "input": ["Anna lives in Oslo.", "The choir of Bergen is late."],
+            "labels": ["person", "city", "group of people"],
+            "flat_ner": False,
+            "multi_label": True,
+        },
+    },
+}
 FILL_MASK: dict[str, Any] = {
     "simple": {"summary": "One mask", "value": {"input": "Paris is the [MASK] of France.", "top_k": 3}},
     "several": {"summary": "Several masks", "value": {"input": ["The [MASK] sat on the [MASK].", "It is [MASK]."]}},

@@ -12,6 +12,7 @@ from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
 from support.asgi import Call
+from support.entities import GlinerFolder
 from support.local_client import LocalClient
 from support.text_encoders import TextEncoder
 
@@ -26,7 +27,7 @@ class PoolingApi:
         settings: of the engine.
     """
 
-    def __init__(self, checkpoint: TextEncoder, *, tokenizer: bool = True, **settings: Any):
+    def __init__(self, checkpoint: TextEncoder | GlinerFolder, *, tokenizer: bool = True, **settings: Any):
         config = EngineConfig(
             model=str(checkpoint.path), dtype="float32", device="cpu", show_progress=False, **settings
         )

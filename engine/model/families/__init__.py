@@ -12,10 +12,11 @@ from typing import Any
 
 from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, joint_classifier, with_head, with_joint_head
+from engine.model.families.entities import entity_head, entity_weights, with_entities
 from engine.model.families.kinds import keeps_state, model_type_of, own_settings, settings_of_class, unknown_settings
 from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
-from engine.model.spec import Lm, ModelSpec, Pool
+from engine.model.spec import LabelledSpans, Lm, ModelSpec, Pool
 from engine.model.stored.methods import find_scheme
 from engine.model.stored.scheme import Scheme
 from engine.model.table import Family, WeightTable
@@ -204,6 +205,7 @@ def describe(config: Any) -> ModelSpec:
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
     try:
+        entities = entity_head(config)
         model = family.spec(config)
     except OctavoError:
         raise
@@ -219,6 +221,8 @@ def describe(config: Any) -> ModelSpec:
         )
     if model.decoder is not None and model.encoder is None:
         return _with_head_of(name, config, model, headless=name in family.headless)
+    if entities is not None:
+        return with_entities(model, entities, context_length(config, model))
     if name in _BY_ARCHITECTURE:
         return model
     if family.repeats is None or not name.endswith("ForSequenceClassification"):
@@ -296,4 +300,6 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     if turned:
         entries = (replace(entry, target=re.sub(r"^decoder\.", "encoder.", entry.target)) for entry in table.entries)
         table = replace(table, entries=tuple(entries))
+    if isinstance(model.head, LabelledSpans):
+        table = entity_weights(table, model.head, model.trunk.output_size)
     return table
