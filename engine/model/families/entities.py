@@ -85,7 +85,7 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig  # slow to import
 
     try:
-        config = published(AutoConfig.for_model(kind, **settings))
+        config: Any = published(AutoConfig.for_model(kind, **settings))
     except Exception as error:  # transformers raises many kinds, all of them about these values
         raise UnsupportedModelError(f"{file}: encoder_config cannot be read: {error}") from error
     config.architectures = [_ENCODERS[kind]]
