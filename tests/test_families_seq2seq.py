@@ -820,9 +820,10 @@ def test_parts_of_a_predicting_stream_out_of_place_are_named(read: Read) -> None
     assert named(embedding=replace(decoder.embedding, positions=None)) == [
         "QueryBuckets with positions other than Learned"
     ]
-    assert named(embedding=replace(decoder.embedding, expansion=64)) == [
-        "QueryBuckets with an expansion or a projection of vectors"
-    ]
+    for tokens in ({"expansion": 64}, {"token_types": 2}):
+        assert named(embedding=replace(decoder.embedding, **tokens)) == [
+            "QueryBuckets with vectors of another kind than tokens and their positions"
+        ]
     assert named(blocks=(replace(block, placement=Pre(LAYER, LAYER, LAYER)),)) == [
         "QueryBuckets in layers other than Post with Dense"
     ]

@@ -96,14 +96,15 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
 
 def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
     ends = (stack.final_norm, stack.projection, stack.shared_bias, stack.repeated)
-    embedding = stack.embedding
-    alike = isinstance(embedding, spec.Tokens) and isinstance(embedding.positions, Learned)
+    tokens = stack.embedding
+    plain = isinstance(tokens, spec.Tokens) and not (
+        tokens.expansion or tokens.projection or tokens.token_types or tokens.tasks or tokens.boxes
+    )
     found = {
         "outside a decoder": not decodes,
         "without a predicting stream": stack.predicting is None,
-        f"with positions other than {Learned.__name__}": not alike,
-        "with an expansion or a projection of vectors": isinstance(embedding, spec.Tokens)
-        and (embedding.expansion, embedding.projection) != (None, None),
+        f"with positions other than {Learned.__name__}": not isinstance(tokens.positions, Learned),
+        "with vectors of another kind than tokens and their positions": not plain,
         "with a norm, a projection, a shared bias or repeated layers": ends != (None,) * len(ends),
         f"in layers other than {spec.Post.__name__} with {spec.Dense.__name__}": any(
             not isinstance(block.placement, spec.Post) or not isinstance(block.ffn, spec.Dense)
