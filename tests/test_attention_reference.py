@@ -531,6 +531,7 @@ class Part:
     window: Window | None = None
     softcap: float | None = None
     content_bias: bool = False
+    query_bias: bool = False
 
 
 def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.execution.loading import find_max_encoder_len, find_max_model_len
 from engine.interface.generation import load_defaults
 from engine.model import checkpoint, families
+from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, RelativeBuckets, Sinusoidal, SpannedSinusoidal
+from engine.model.positions import Learned, QueryBuckets, RelativeBuckets, Sinusoidal, SpannedSinusoidal
 from engine.model.spec import (
     Attention,
     Block,
@@ -41,6 +42,7 @@ from engine.model.spec import (
     ModelSpec,
     Post,
     Pre,
+    PredictingStream,
     SparseBlocks,
     Stack,
     Tokens,
@@ -318,6 +320,32 @@ PEGASUS_X_BASE: dict[str, Any] = {
     "stagger_local_blocks": True,
     "use_cache": True,
     "vocab_size": 96103,
+}
+PROPHETNET_LARGE: dict[str, Any] = {
+    "activation_function": "gelu",
+    "architectures": ["ProphetNetForConditionalGeneration"],
+    "bos_token_id": 102,
+    "decoder_ffn_dim": 4096,
+    "decoder_max_position_embeddings": 514,
+    "decoder_start_token_id": 102,
+    "disable_ngram_loss": False,
+    "encoder_ffn_dim": 4096,
+    "encoder_max_position_embeddings": 513,
+    "eos_token_id": 102,
+    "eps": 0.1,
+    "hidden_size": 1024,
+    "is_encoder_decoder": True,
+    "max_position_embeddings": 512,
+    "model_type": "prophetnet",
+    "ngram": 2,
+    "num_buckets": 32,
+    "num_decoder_attention_heads": 16,
+    "num_decoder_layers": 12,
+    "num_encoder_attention_heads": 16,
+    "num_encoder_layers": 12,
+    "pad_token_id": 0,
+    "relative_max_distance": 128,
+    "vocab_size": 30522,
 }
 SWITCH_BASE_8: dict[str, Any] = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -755,6 +783,60 @@ def test_pegasus_x(read: Read) -> None:
     assert {block.attention.stream for block in stacks(even)[0].blocks} == {GlobalStream(511, 0, LAYER)}
 
 
+def test_prophetnet_large(read: Read, tmp_path: Path) -> None:
+    """BART's blocks; the decoder's queries bring their scores of distances, and the head reads a stream of next tokens,
+    which needs one position more."""
+    named = {"d_model": 1024, "encoder_attention_heads": 16, "encoder_layers": 12, "decoder_layers": 12}
+    tokens = Tokens(vocab_size=30522, width=1024, positions=Learned(512, offset=1), norm=LAYER)
+    expected = relative(PROPHETNET_LARGE | named, tokens, Post, final=False, activation="gelu")
+    decoder = stacks(expected)[1]
+    own = replace(decoder.blocks[0].attention, position=QueryBuckets(32, 128))
+    blocks = (replace(decoder.blocks[0], attention=own),) * 12
+    model = read(PROPHETNET_LARGE)
+    assert model == replace(
+        expected,
+        decoder=replace(decoder, blocks=blocks, predicting=PredictingStream(2)),
+        head=Lm(tied=True),
+        context_length=510,
+    )
+    length = find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model)
+    assert (length, find_max_encoder_len(EngineConfig(model="x"), model, length)) == (510, 511)
+    # Neither losses nor what older configs say of positions changes an answer.
+    assert read(PROPHETNET_LARGE, disable_ngram_loss=True, eps=0.0, decoder_max_position_embeddings=9) == model
+    assert stacks(read(PROPHETNET_LARGE, ngram=3))[1].predicting == PredictingStream(3)
+
+
+def test_parts_of_a_predicting_stream_out_of_place_are_named(read: Read) -> None:
+    model = read(PROPHETNET_LARGE)
+    encoder, decoder = stacks(model)
+    block = decoder.blocks[0]
+
+    def named(**changes: Any) -> list[str]:
+        return unsupported(replace(model, decoder=replace(decoder, **changes)))
+
+    assert named() == []
+    assert named(predicting=None) == ["QueryBuckets without a predicting stream"]
+    assert named(final_norm=LAYER) == ["QueryBuckets with a norm, a projection, a shared bias or repeated layers"]
+    assert named(embedding=replace(decoder.embedding, positions=None)) == [
+        "QueryBuckets with positions other than Learned"
+    ]
+    for tokens in ({"expansion": 64}, {"token_types": 2}):
+        assert named(embedding=replace(decoder.embedding, **tokens)) == [
+            "QueryBuckets with vectors of another kind than tokens and their positions"
+        ]
+    assert named(blocks=(replace(block, placement=Pre(LAYER, LAYER, LAYER)),)) == [
+        "QueryBuckets in layers other than Post with Dense"
+    ]
+    for attention in (replace(block.attention, window=Window(4)), replace(block.attention, position=None)):
+        assert named(blocks=(replace(block, attention=attention),)) == ["QueryBuckets with attention of another kind"]
+    brought = replace(encoder.blocks[0].attention, position=QueryBuckets(32, 128))
+    read_so = replace(encoder, blocks=(replace(encoder.blocks[0], attention=brought),))
+    assert unsupported(replace(model, encoder=read_so)) == [
+        "QueryBuckets outside a decoder",
+        "QueryBuckets without a predicting stream",
+    ]
+
+
 def test_switch_base_8(read: Read) -> None:
     """Every second layer has experts; those of the encoder have room for 64 tokens of an input."""
     model = read(SWITCH_BASE_8)
@@ -816,6 +898,12 @@ def test_relatives_altered(read: Read) -> None:
         (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
         (LONG_T5_TGLOBAL_BASE, {"encoder_attention_type": "full"}, ("encoder_attention_type", "local", "'full'")),
         (PEGASUS_X_BASE, {"block_size": 511}, ("block_size", "must be even", "511")),
+        (PROPHETNET_LARGE, {"add_cross_attention": False}, ("add_cross_attention must be true",)),
+        (PROPHETNET_LARGE, {"pad_token_id": 1}, ("pad_token_id of the config must be 0", "got 1")),
+        (PROPHETNET_LARGE, {"num_buckets": 1}, ("num_buckets of the config must be at least 2, got 1",)),
+        (PROPHETNET_LARGE, {"relative_max_distance": 16}, ("relative_max_distance above the 16", "got 16")),
+        (PROPHETNET_LARGE, {"max_position_embeddings": 2}, ("max_position_embeddings", "at least 3", "got 2")),
+        (PROPHETNET_LARGE, {"num_decoder_attention_heads": 7}, ("1024 hidden features, which 7 attention heads",)),
         (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),
         (SWITCH_BASE_8, {"expert_capacity": 0}, ("expert_capacity", "at least 1", "0")),
         (SWITCH_BASE_8, {"dense_act_fn": "gated-gelu"}, ("'gated-gelu'",)),

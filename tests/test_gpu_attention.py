@@ -255,12 +255,20 @@ def test_what_it_serves_and_why_not(device: torch.device) -> None:
     assert type(select(device, [part()], FP8)) is TritonAttention
     reasons = [
         TritonAttention.unsupported(part(content_bias=True), device),
+        TritonAttention.unsupported(part(query_bias=True), device),
         TritonAttention.unsupported(part(head_dim=512), device),
         TritonAttention.unsupported(part(heads=129, kv_heads=1), device),
         TritonAttention.unsupported(part(), device, torch.int16),
         TritonAttention.unsupported(part(), torch.device("mps")),
     ]
-    words = ["no content bias", "256 features, not 512", "heads share keys here, not 129", "no int16 pages", "is mps"]
+    words = [
+        "no content bias",
+        "no bias that queries bring",
+        "256 features, not 512",
+        "heads share keys here, not 129",
+        "no int16 pages",
+        "is mps",
+    ]
     for (reason,), word in zip(reasons, words, strict=True):
         assert word in reason
 

@@ -33,7 +33,7 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
-         "num_groups", "attention_heads"), _HEADS,
+         "num_groups", "attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
          "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_top_k", "n_group", "topk_group"), (0, 1 << 16)),
@@ -44,7 +44,7 @@ COUNTS: dict[str, tuple[int, int]] = {
          "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
          "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "projection_dim", "projection_size",
-         "num_mel_bins"),
+         "num_mel_bins", "num_buckets"),
          _FEATURES,
     ),
     "num_channels": (1, 1 << 10),
@@ -56,11 +56,11 @@ COUNTS: dict[str, tuple[int, int]] = {
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
          "max_seq_len", "original_max_position_embeddings", "max_encoder_position_embeddings",
          "max_decoder_position_embeddings", "max_2d_position_embeddings", "global_block_size", "block_size",
-         "num_global_tokens",
+         "num_global_tokens", "ngram",
          "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step",
          "attention_chunk_size"), _TOKENS,
     ),
-    "relative_attention_max_distance": (1, 1 << 16),
+    **dict.fromkeys(("relative_attention_max_distance", "relative_max_distance"), (1, 1 << 16)),
     **dict.fromkeys(("position_buckets", "max_relative_positions", "moe_layer_end_index"), (-1, 1 << 16)),
     **dict.fromkeys(
         ("type_vocab_size", "task_type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size",
@@ -93,6 +93,8 @@ _NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects w
 _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
+    | {"num_encoder_layers", "num_decoder_layers", "num_encoder_attention_heads", "num_decoder_attention_heads"}
+    | {"ngram", "num_buckets", "relative_max_distance"}
     | {"attention_heads", "dff", "src_vocab_size", "tgt_vocab_size"}
     | {"max_encoder_position_embeddings", "max_decoder_position_embeddings", "max_2d_position_embeddings"}
     | {"local_radius", "global_block_size", "num_random_blocks", "num_global_tokens"}

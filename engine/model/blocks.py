@@ -26,7 +26,8 @@ from engine.model.layers import (
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.positions import Disentangled
+from engine.model.positions import Disentangled, QueryBuckets
+from engine.model.query_buckets import BucketedAttention
 
 
 class Sublayer(nn.Module):
@@ -143,6 +144,8 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
         kind = StreamAttention
     if isinstance(part.position, Disentangled):
         kind = DisentangledAttention
+    if isinstance(part.position, QueryBuckets):
+        kind = BucketedAttention
     return kind(part, hidden_size, backend, place)
 
 

@@ -94,6 +94,13 @@ class TokenEmbedding(nn.Module):
             x = self.expansion(x)
         return x
 
+    def ahead(self, positions: Tensor, vector: Tensor) -> Tensor:
+        """The vectors [Tp, hidden] of next tokens, of which nothing is known but their positions, which follow these
+        [Tp]: with `vector` in the place of a token's."""
+        assert self.positions is not None
+        x = vector + F.embedding(positions + (self.offset + 1), self.positions)
+        return x if self.norm is None else self.norm(x)
+
 
 class BoxEmbedding(nn.Module):
     """Adds the vectors of boxes: of their edges, heights and widths.

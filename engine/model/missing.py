@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.backends.attention.base import Window
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
-from engine.model.positions import Disentangled, Rotary
+from engine.model.positions import Disentangled, Learned, QueryBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
@@ -33,6 +33,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         if stack is not None:
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
+            if stack.predicting is not None or any(part.query_bias for part in stack.attentions):
+                missing.extend(_unsupported_predicting(stack, decodes=stack is model.decoder))
             for attention in stack.attentions:
                 if attention.latent is not None:
                     missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
@@ -90,6 +92,33 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             found = _unsupported_cross(block.cross, block.attention)
             missing.extend(found if has_encoder else ["cross-attention without an encoder"])
     return missing
+
+
+def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
+    ends = (stack.final_norm, stack.projection, stack.shared_bias, stack.repeated)
+    tokens = stack.embedding
+    plain = isinstance(tokens, spec.Tokens) and not (
+        tokens.expansion or tokens.projection or tokens.token_types or tokens.tasks or tokens.boxes
+    )
+    found = {
+        "outside a decoder": not decodes,
+        "without a predicting stream": stack.predicting is None,
+        f"with positions other than {Learned.__name__}": not isinstance(tokens.positions, Learned),
+        "with vectors of another kind than tokens and their positions": not plain,
+        "with a norm, a projection, a shared bias or repeated layers": ends != (None,) * len(ends),
+        f"in layers other than {spec.Post.__name__} with {spec.Dense.__name__}": any(
+            not isinstance(block.placement, spec.Post) or not isinstance(block.ffn, spec.Dense)
+            for block in stack.blocks
+        ),
+        "with attention of another kind": not all(_is_bucketed(block.attention) for block in stack.blocks),
+    }
+    return [f"{QueryBuckets.__name__} {name}" for name, present in found.items() if present]
+
+
+def _is_bucketed(part: spec.Attention) -> bool:
+    """Whether attention has buckets of queries, and nothing beside its heads that their module does not know."""
+    beside = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    return part.query_bias and beside == (None,) * len(beside)
 
 
 def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import ModelLoadError
+from engine.model.positions import QueryBuckets
 from engine.model.spec import (
     Attention,
     Block,
@@ -50,7 +51,8 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
 
 def _parameters(stack: Stack) -> int:
     """Those of the matrices in the layers, and of the vectors beside the tokens."""
-    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + stack.global_vectors * stack.hidden_size
+    beside = stack.global_vectors + (0 if stack.predicting is None else stack.predicting.vectors)
+    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + beside * stack.hidden_size
 
 
 def _of_block(block: Block, features: int) -> int:
@@ -70,7 +72,8 @@ def _of_attention(part: Attention, features: int) -> int:
         made = features * queries if query is None else query * (features + queries)
         expanded = part.heads * width * (part.latent.content + part.latent.values)
         return made + features * part.head_dim + expanded + part.heads * part.latent.values * features
-    return taps + features * part.head_dim * 2 * (part.heads + part.kv_heads)
+    scores = features * part.position.buckets * part.heads if isinstance(part.position, QueryBuckets) else 0
+    return taps + scores + features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 
 def _of_ffn(part: FeedForward | Clamped, features: int) -> int:

@@ -161,6 +161,15 @@ class RelativeBuckets:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryBuckets:
+    """For each bucket of distances a number per head that a layer makes of a query's hidden state, added to the query's
+    scores (ProphetNet, arXiv:2001.04063). Buckets are of earlier tokens, as in `RelativeBuckets`."""
+
+    buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slopes:
     """Fixed bias per head, linear in the distance (ALiBi, arXiv:2108.12409)."""
 
@@ -234,4 +243,4 @@ class Temperature:
     every: float
 
 
-AttentionPosition = Rotary | RelativeBuckets | Slopes | TwoSidedSlopes | RoundedSlopes | Disentangled
+AttentionPosition = Rotary | RelativeBuckets | QueryBuckets | Slopes | TwoSidedSlopes | RoundedSlopes | Disentangled

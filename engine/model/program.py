@@ -43,6 +43,7 @@ from engine.model.layers import (
     XieluFeedForward,
 )
 from engine.model.positions import Temperature
+from engine.model.query_buckets import BucketedAttention
 
 
 class Adapters(Protocol):
@@ -164,6 +165,16 @@ class Embed(HasRows):
             return x
         x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedAhead(HasRows):
+    """out = the vectors of the tokens that come next, made of their positions and the last of these vectors."""
+
+    WRITES = ("out",)
+    module: TokenEmbedding
+    vectors: nn.Parameter
+    out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,6 +356,26 @@ class Attend(HasRows):
     def window(self) -> Sight | None:
         """What a query sees at most."""
         return None if self.is_cross else self.part.window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendByBuckets(HasRows):
+    """out = attention of the queries to keys and values in pages, with the scores that they bring for distances.
+
+    Attributes:
+        scores: for each bucket a number of each head.
+        own: the keys and values of tokens that come next, of which each is seen by its own query alone; queries are of
+            these, then. None: queries are of tokens whose keys are in the pages.
+    """
+
+    READS = ("queries", "scores", "own")
+    WRITES = ("out",)
+    module: BucketedAttention
+    queries: Rows
+    scores: Rows
+    own: tuple[Rows, Rows] | None
+    out: Rows
+    layer: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -550,6 +581,7 @@ class Add(HasRows):
 
 Operation = (
     Embed
+    | EmbedAhead
     | Take
     | Normalize
     | Multiply
@@ -561,6 +593,7 @@ Operation = (
     | ExpandLatent
     | StoreEncoded
     | Attend
+    | AttendByBuckets
     | AttendGlobally
     | AttendToBlocks
     | AttendInBlocks
@@ -622,6 +655,7 @@ def compile_stack(
     paged: bool,
     readers: Sequence[CrossAttention | None] = (),
     beside: nn.Parameter | None = None,
+    predicting: nn.Parameter | None = None,
 ) -> Program:
     """The program of a stack.
 
@@ -630,14 +664,19 @@ def compile_stack(
         paged: keys and values are kept in pages.
         readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
         beside: vectors that go through the layers beside the tokens.
+        predicting: what the vectors of next tokens begin as, which pass through the layers, too, and are the result.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
     if beside is not None:
         builder.add(BeginBeside(beside))
+    if predicting is not None:
+        assert isinstance(embedding, TokenEmbedding)
+        builder.ahead = builder.rows("stream ahead", hidden_size)
+        builder.add(EmbedAhead(embedding, predicting, builder.ahead))
     for layer, block in enumerate(blocks):
         builder.block(block, layer)
-    result = builder.normed(final_norm)
+    result = builder.ahead or builder.normed(final_norm)
     if projection is not None:
         result = builder.product(projection, result, "projected")
     for layer, reader in enumerate(readers):
@@ -680,6 +719,7 @@ class Builder:
         self._paged = paged
         self._pending: Rows | None = None  # what the stream still lacks
         self.stream = self.rows("stream", hidden_size)
+        self.ahead: Rows | None = None  # the stream of next tokens
 
     def add(self, operation: Operation) -> None:
         """Add an operation."""
@@ -712,6 +752,7 @@ class Builder:
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
                         self.sublayer(sublayer, layer)
+                        self._sublayer_ahead(sublayer, layer)
                 if isinstance(block.attention.inner, StreamAttention):
                     assert isinstance(block.ffn.inner, DenseFeedForward)
                     self.add(FeedBeside(block.ffn.before, block.ffn.inner))
@@ -728,6 +769,13 @@ class Builder:
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def _sublayer_ahead(self, part: Sublayer, layer: int) -> None:
+        """The same for next tokens, where there is a stream of these; the keys that they see are in the pages now."""
+        if self.ahead is not None:
+            own, self.stream = self.stream, self.ahead
+            self.sublayer(part, layer)
+            self.stream = own
 
     def residual(self, part: Sublayer, x: Rows) -> Rows:
         """outer(x + f(x)) of rows that stay as they are."""
@@ -801,6 +849,8 @@ class Builder:
 
     def _inner(self, module: nn.Module, x: Rows, name: str, layer: int) -> Rows:
         match module:
+            case BucketedAttention():
+                return self._bucketed_attention(module, x, name, layer)
             case SelfAttention():
                 return self._self_attention(module, x, name, layer)
             case FourierMixing():
@@ -872,6 +922,17 @@ class Builder:
             both = self.rows("attended and convolved", attended.width + convolved.width)
             self.add(Concatenate(attended, convolved, both))
             attended = both
+        return self._reduced(module.out, attended, name)
+
+    def _bucketed_attention(self, module: BucketedAttention, x: Rows, name: str, layer: int) -> Rows:
+        heads = self.product(module.qkv, x, "heads")
+        scores = self.product(module.distance_scores, x, "scores of distances")
+        ahead = self.stream == self.ahead
+        prepared = PrepareHeads(module.part, None, heads, None if ahead else layer)
+        self.add(prepared)
+        own = (prepared.keys, prepared.values) if ahead else None
+        attended = self.rows("attended", prepared.queries.width)
+        self.add(AttendByBuckets(module, prepared.queries, scores, own, attended, layer))
         return self._reduced(module.out, attended, name)
 
     def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:

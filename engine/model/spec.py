@@ -18,6 +18,7 @@ from engine.model.positions import (
     Disentangled,
     DistanceVectors,
     Positions,
+    QueryBuckets,
     RelativeBuckets,
     Rotary,
     Temperature,
@@ -227,6 +228,11 @@ class Attention:
     def content_bias(self) -> bool:
         """Whether the scores have terms of what stands at a distance."""
         return isinstance(self.position, Disentangled)
+
+    @property
+    def query_bias(self) -> bool:
+        """Whether each query brings what is added to its scores."""
+        return isinstance(self.position, QueryBuckets)
 
 
 NO_ATTENTION = Attention(heads=0, kv_heads=0, head_dim=0, scale=1.0, causal=False)
@@ -618,6 +624,20 @@ class Repeated:
     times: int
 
 
+@dataclass(frozen=True, slots=True)
+class PredictingStream:
+    """Beside each token of a decoder goes a vector that stands for the next one: it begins as that one's position and a
+    learned vector, and passes through the same layers. In self-attention it sees what its token sees, and itself; no
+    other sees it, so that pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063, 3.2).
+
+    Attributes:
+        vectors: learned ones, one for each stream of the training. Those after the first predict later tokens, and
+            nothing of them reaches the first, which is the only one here; its vector is the last.
+    """
+
+    vectors: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """An encoder or a decoder.
@@ -628,6 +648,7 @@ class Stack:
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
         global_vectors: learned vectors that go through the layers beside the tokens of each input.
+        predicting: what the head reads instead of the tokens' hidden states.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
@@ -640,6 +661,7 @@ class Stack:
     shared_bias: RelativeBuckets | None = None
     block_bias: RelativeBuckets | None = None
     global_vectors: int = 0
+    predicting: PredictingStream | None = None
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None
@@ -914,4 +936,6 @@ class ModelSpec:
 def _positions(stack: Stack | None) -> int | None:
     """Tokens that a stack has positions for; None without a table."""
     table = None if stack is None else stack.embedding.positions
-    return None if table is None else table.size - table.offset
+    if stack is None or table is None:
+        return None
+    return table.size - table.offset - (stack.predicting is not None)  # the last token's next one has a position, too

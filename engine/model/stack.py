@@ -78,6 +78,9 @@ class TransformerStack(nn.Module):
         self.global_vectors = None
         if stack.global_vectors:
             self.global_vectors = place.parameter(stack.global_vectors, stack.hidden_size)
+        self.predicting = None
+        if stack.predicting is not None:
+            self.predicting = place.parameter(stack.predicting.vectors, stack.hidden_size)
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
@@ -91,6 +94,7 @@ class TransformerStack(nn.Module):
             paged=paged,
             readers=readers,
             beside=self.global_vectors,
+            predicting=self.predicting,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 

@@ -16,8 +16,8 @@ EVERYDAY = frozenset(
         "albert", "bert", "bert-answers", "bert-classes", "bert-masked", "bert-tokens", "big-bird", "big-bird-answers",
         "convbert", "deberta-1", "deberta-v3", "distilbert", "fnet", "gte-0", "jina-v2", "layoutlm", "longformer",
         "mobilebert", "modernbert", "roberta", "t5-encoder",
-        "bart", "led", "longt5-sums", "m2m100", "marian", "pegasus", "pegasus-x", "switch-experts", "t5",
-        "t5-own-head-scaled",
+        "bart", "led", "longt5-sums", "m2m100", "marian", "pegasus", "pegasus-x", "prophetnet",
+        "switch-experts", "t5", "t5-own-head-scaled",
     }
 )  # fmt: skip
 

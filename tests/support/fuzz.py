@@ -38,7 +38,7 @@ from support.families import FAMILY_SHAPES, FamilyShape, make_family_checkpoint
 from support.family_shape import run, watching_routers
 from support.pages import Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN
-from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
+from support.seq2seq import START, Seq2SeqShape, decoder_states, make_seq2seq_checkpoint
 
 Shape = FamilyShape | EncoderShape | Seq2SeqShape
 
@@ -47,15 +47,18 @@ SOURCES = (14, 90, 1)  # tokens that an encoder reads for a decoder's prompts
 REDRAWN = 30  # how often a configuration is drawn that transformers does not compute
 
 HEADS = ("num_attention_heads", "n_head", "num_heads", "attention_heads", "n_heads", "encoder_attention_heads")
-OTHER_HEADS = "decoder_attention_heads"  # of the same hidden size
+HEADS += ("num_encoder_attention_heads",)
+OTHER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")  # of the same hidden size
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
 LAYERS += ("encoder_layers", "decoder_layers", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
+LAYERS += ("num_encoder_layers",)
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "dff", "hidden_dim", "d_ff")
 WIDTHS += ("encoder_ffn_dim", "decoder_ffn_dim")
 WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window", "local_radius", "global_block_size")
 WINDOWS += ("relative_attention_num_buckets", "relative_attention_max_distance", "expert_capacity")
+WINDOWS += ("num_buckets", "relative_max_distance")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ACTIVE = ("num_experts_per_tok", "moe_k", "moe_topk")
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn")
@@ -146,8 +149,8 @@ def _resize(settings: dict[str, Any], known: Mapping[str, Any], rng: random.Rand
         settings[heads], settings[hidden] = shared * own, shared * own * size
         if kv:
             settings[kv] = shared
-        if OTHER_HEADS in settings:
-            settings[OTHER_HEADS] = rng.choice([count for count in range(1, 9) if settings[hidden] % count == 0])
+        if other := _first(OTHER_HEADS, settings):
+            settings[other] = rng.choice([count for count in range(1, 9) if settings[hidden] % count == 0])
     for name in WIDTHS:
         if isinstance(settings.get(name), int) and rng.random() < 0.7:
             settings[name] = rng.randint(5, 80)
@@ -278,7 +281,7 @@ def _reference(model: Any, shape: Shape) -> Found:
                     use_cache=False,
                 )
                 encoded.append(output.encoder_last_hidden_state[0])
-                hidden.append(output.decoder_hidden_states[-1][0])
+                hidden.append(decoder_states(output, len(prompt)))
                 logits.append(output.logits[0])
             else:
                 trunk = model.base_model

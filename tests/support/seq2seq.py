@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from support import reference
 from support.checkpoints import random_prompt
@@ -40,6 +40,7 @@ SEARCHES: tuple[tuple[int, float, bool | str], ...] = (
 BEAM_CASES = 3
 START = 2
 LAST_MATRICES = ("out_proj.weight", "self_attn.output.weight", "fc2.weight", ".o.weight", ".wo.weight")
+LAST_MATRICES += ("feed_forward.output.weight",)
 VARIED = 5  # different tokens in an answer that EOS does not end
 MAX_LEN = 224
 # Random layers fall into repeating one token; without repeated pairs answers pass through many states.
@@ -143,7 +144,15 @@ class Seq2SeqCheckpoint:
             output_hidden_states=True,
             use_cache=False,
         )
-        return output.encoder_last_hidden_state[0], output.decoder_hidden_states[-1][0]
+        return output.encoder_last_hidden_state[0], decoder_states(output, len(target))
+
+
+def decoder_states(output: Any, length: int) -> Tensor:
+    """[length, features] that the head reads, of a single row. Of ProphetNet's streams it is the first that predicts,
+    and those after it follow in the same tensor."""
+    read = getattr(output, "decoder_ngram_hidden_states", None) or output.decoder_hidden_states
+    found: Tensor = read[-1][0, :length]
+    return found
 
 
 def make_seq2seq_checkpoint(shape: Seq2SeqShape, folder: Path) -> Seq2SeqCheckpoint:
@@ -182,6 +191,10 @@ def build_reference(shape: Seq2SeqShape) -> Any:
             module.expert_capacity = MAX_LEN  # a decoder's tokens come one by one; the reference gets them at once
     if shape.architecture.startswith("BigBird"):
         model.get_encoder().register_forward_pre_hook(_begin_anew)
+    if shape.architecture.startswith("ProphetNet"):
+        for module in model.get_decoder().modules():
+            if hasattr(module, "get_predict_relative_pos_embeddings"):
+                _bring_scores_one_by_one(module)
     if shape.own_head:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
@@ -225,6 +238,23 @@ def _see_first(encoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any])
 def _begin_anew(encoder: Any, _: tuple[Any, ...]) -> None:
     """transformers stays with the attention that a short input made it take; an input begins as the config says."""
     encoder.set_attention_type(encoder.config.attention_type)
+
+
+def _bring_scores_one_by_one(attention: Any) -> None:
+    """transformers mixes up heads and tokens of ProphetNet's predicting streams where a call brings several tokens,
+    and so differs from itself without a cache; tokens that come alone are right."""
+    several = attention.get_predict_relative_pos_embeddings
+
+    def one_by_one(hidden: Tensor, scores: Tensor, positions: Tensor, buckets: Tensor | None) -> Tensor:
+        places = [slice(token, token + 1) for token in range(hidden.shape[1])]
+        own = [None if buckets is None else buckets[:, place] for place in places]
+        found = [
+            several(hidden[:, place], scores[..., place, :], positions, bucket)
+            for place, bucket in zip(places, own, strict=True)
+        ]
+        return torch.cat(found, dim=3)
+
+    attention.get_predict_relative_pos_embeddings = one_by_one
 
 
 # ------------------------------------------------------------------ the search for clear cases

@@ -36,6 +36,18 @@ GATED = {"feed_forward_proj": "gated-gelu"}
 FSMT: dict[str, Any] = BART | {"decoder_attention_heads": 2}
 BIG_BIRD: dict[str, Any] = BART | {"block_size": 6, "num_random_blocks": 1}
 PEGASUS_X: dict[str, Any] = BART | {"encoder_layers": 3, "block_size": 12, "num_global_tokens": 5}
+PROPHET: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN + 2,
+    "num_buckets": 6,
+    "relative_max_distance": 24,
+}
 
 LED: dict[str, Any] = {name: value for name, value in BART.items() if name != "max_position_embeddings"} | {
     "max_encoder_position_embeddings": 256,
@@ -241,6 +253,19 @@ SHAPES = {
         seed=2,
         eos_gain=3.2,
         seeds=(3, 0, 1, 0, 0),
+    ),
+    "prophetnet": Seq2SeqShape(
+        "ProphetNetForConditionalGeneration", PROPHET, seed=1, eos_gain=4.2, seeds=(0, 0, 0, 0, 1)
+    ),
+    "prophetnet-one-stream-apart": Seq2SeqShape(
+        "ProphetNetForConditionalGeneration",
+        PROPHET
+        | {"ngram": 1, "num_encoder_layers": 3, "num_decoder_attention_heads": 2, "num_buckets": 9}
+        | {"activation_function": "relu", "tie_word_embeddings": False, "disable_ngram_loss": True, "eps": 0.1},
+        eos=(7, 40),
+        seed=1,
+        eos_gain=3.2,
+        seeds=(0, 0, 0, 0, 0),
     ),
     "plbart": Seq2SeqShape("PLBartForConditionalGeneration", BART, seeds=(0, 7, 1, 0, 0)),
     "plbart-unscaled-apart": Seq2SeqShape(

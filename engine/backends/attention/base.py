@@ -222,6 +222,10 @@ class AttentionPart(Protocol):
     def content_bias(self) -> bool:
         """Whether a `ContentBias` is added."""
 
+    @property
+    def query_bias(self) -> bool:
+        """Whether each query brings what is added to its scores: torch computes those, and no graph can record it."""
+
 
 class AttentionBackend(ABC):
     """One way to compute attention.

@@ -30,6 +30,35 @@ from engine.backends.torch.attention_tiles import TILE, Group, Shape, Step, plan
 ROWS = FEATURES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class QueryBias:
+    """A bias by distance of each query's own (arXiv:2001.04063).
+
+    Attributes:
+        scores: [T, N, heads] what the queries bring.
+        columns: [distances] int64 which of the N belongs to a distance, key position - query position.
+        zero: entry of distance 0; distances beyond either end take the end's.
+    """
+
+    scores: Tensor
+    columns: Tensor
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKey:
+    """One more key and value of each query, which it alone sees.
+
+    Attributes:
+        keys, values: [T, kv_heads, head_dim].
+        bias: [T, heads] what is added to the scores.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+
+
 class TorchReference(AttentionBackend):
     """Tiles of queries walk chunks of keys with a running softmax.
 
@@ -76,9 +105,10 @@ class TorchReference(AttentionBackend):
         causal: bool = True,
         window: Sight | None = None,
         scale: float,
-        bias: Bias | None = None,
+        bias: Bias | QueryBias | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        own: OwnKey | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
@@ -89,11 +119,14 @@ class TorchReference(AttentionBackend):
         Raises:
             ValueError: shapes or lengths contradict each other.
         """
-        plain = not causal and window is None and bias is None and softcap is None and sinks is None
+        plain = not causal and window is None and bias is None and softcap is None and sinks is None and own is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
             return whole.attend(q, kv, metadata, scale)
-        check_shapes(q, kv, metadata, bias, sinks)
+        check_shapes(q, kv, metadata, None if isinstance(bias, QueryBias) else bias, sinks)
         heads, head_dim = q.shape[1:]
+        if isinstance(bias, QueryBias) and (len(bias.scores), bias.scores.shape[2]) != (len(q), heads):
+            brought = tuple(bias.scores.shape)
+            raise ValueError(f"q {tuple(q.shape)} and the scores that its queries bring {brought} do not agree")
         kv_heads = kv.keys.shape[-2]
         lines = len(tables_of(bias)) if isinstance(bias, ContentBias) else 0
         groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window, lines))
@@ -104,7 +137,7 @@ class TorchReference(AttentionBackend):
             keys, values = _Vectors(kv.keys.reshape(-1, head_dim)), _Vectors(kv.values.reshape(-1, head_dim))
         out = q.new_zeros(q.shape)
         for group in groups:
-            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap, sinks)
+            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap, sinks, own)
             if group.places is not None:
                 result = result.index_select(0, group.places)
             out.index_copy_(0, group.tokens, result.to(q.dtype))
@@ -148,9 +181,10 @@ def _attend_group(
     group: Group,
     kv_heads: int,
     scale: float,
-    bias: Bias | None,
+    bias: Bias | QueryBias | None,
     softcap: float | None,
     sinks: Tensor | None,
+    own: OwnKey | None,
 ) -> Tensor:
     """Results [tiles * width, heads, head_dim] float32 of a group."""
     heads, head_dim = q.shape[1:]
@@ -175,6 +209,8 @@ def _attend_group(
         tiled = scores.view(step.tiles, *shape[1:], group.keys)
         if isinstance(bias, ContentBias):
             _add_content(tiled[:, :, 0], bias, folded[:n], chunk, step, scale)
+        elif isinstance(bias, QueryBias):
+            tiled[:, :, :fold].add_(_query_bias(bias, step, kv_heads, group))
         elif bias is not None:
             tiled[:, :, :fold].add_(_bias(bias, step, kv_heads, group))
         if step.mask is not None:
@@ -194,9 +230,45 @@ def _attend_group(
         decay = best.sub_(peak).exp_()
         total.mul_(decay).add_(scores.sub(peak).exp_())
         acc.mul_(decay)
+    if own is not None:
+        _add_own(own, folded, best, total, acc, group, shape, fold)
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
     result = acc.view(*shape, padded)[:, :, :fold, :, :head_dim].permute(0, 3, 1, 2, 4)
     return result.reshape(group.tiles * group.width, heads, head_dim)
+
+
+def _add_own(
+    own: OwnKey,
+    folded: Tensor,
+    best: Tensor,
+    total: Tensor,
+    acc: Tensor,
+    group: Group,
+    shape: tuple[int, int, int, int],
+    fold: int,
+) -> None:
+    """Add each query's own key to the running softmax.
+
+    Args:
+        folded, acc: [tiles * kv_heads, rows * width, padded] queries, and sums of values.
+        best, total: [tiles * kv_heads, rows * width, 1].
+        shape: tiles, kv_heads, rows and width; the first `fold` rows are of queries.
+    """
+    tiles, kv_heads, _, width = shape
+    keys, values, bias = (
+        x.index_select(0, group.queries).float().view(tiles, width, kv_heads, -1)
+        for x in (own.keys, own.values, own.bias)
+    )
+    inside, head_dim = (slice(None), slice(None), slice(fold)), keys.shape[-1]
+    products = folded.view(*shape, -1)[inside][..., :head_dim] * keys.permute(0, 2, 1, 3).unsqueeze(2)
+    scores = folded.new_zeros(shape)
+    scores[inside] = products.sum(-1) + bias.permute(0, 2, 3, 1)
+    scores = scores.view(best.shape)
+    peak = torch.maximum(best, scores)
+    decay, weights = best.sub_(peak).exp_(), scores.sub_(peak).exp_()
+    total.mul_(decay).add_(weights)
+    given = weights.view(*shape, 1)[inside] * values.permute(0, 2, 1, 3).unsqueeze(2)
+    acc.mul_(decay).view(*shape, -1)[inside][..., :head_dim].add_(given)
 
 
 def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, group: Group) -> Tensor:
@@ -209,6 +281,17 @@ def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, group: G
     lines = bias.table.index_select(1, line.clamp_(0, columns - 1).view(-1))
     lines = lines.view(kv_heads, heads // kv_heads, *line.shape).permute(2, 0, 1, 3)
     return lines.unfold(3, group.keys, 1)
+
+
+def _query_bias(bias: QueryBias, step: Step, kv_heads: int, group: Group) -> Tensor:
+    """[tiles, kv_heads, fold, width, keys] of a step."""
+    _, count, heads = bias.scores.shape
+    line = step.distance + torch.arange(group.width + group.keys - 1, device=bias.columns.device) + bias.zero
+    columns = bias.columns[line.clamp_(0, len(bias.columns) - 1)].unfold(1, group.keys, 1)
+    brought = bias.scores.index_select(0, group.queries[: step.tiles * group.width]).float()
+    brought = brought.view(step.tiles, group.width, count, heads).permute(0, 3, 1, 2)
+    found = brought.gather(3, columns[:, None].expand(-1, heads, -1, -1))
+    return found.view(step.tiles, kv_heads, heads // kv_heads, group.width, group.keys)
 
 
 def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tensor, step: Step, scale: float) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
 from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
+from engine.backends.torch.attention import OwnKey, QueryBias
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.block_sums import BlockSumAttention
@@ -32,12 +33,14 @@ from engine.model.program import (
     AllReduce,
     Attend,
     AttendBeside,
+    AttendByBuckets,
     AttendGlobally,
     AttendInBlocks,
     AttendToBlocks,
     BeginBeside,
     Concatenate,
     Embed,
+    EmbedAhead,
     ExpandLatent,
     FeedBeside,
     GatherNeighbours,
@@ -175,6 +178,10 @@ def _embed(operation: Embed, state: Pass) -> None:
     state.values[operation.out] = operation.vectors(state.inputs)
 
 
+def _embed_ahead(operation: EmbedAhead, state: Pass) -> None:
+    state.values[operation.out] = operation.module.ahead(state.inputs.positions, operation.vectors[-1])
+
+
 def _take(operation: Take, state: Pass) -> None:
     assert state.inputs.given is not None
     state.values[operation.out] = state.inputs.given
@@ -286,6 +293,26 @@ def _attend(operation: Attend, state: Pass) -> None:
         bias=state.bias(operation),
         softcap=part.softcap,
         sinks=operation.sinks,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
+
+
+def _attend_by_buckets(operation: AttendByBuckets, state: Pass) -> None:
+    module, part, own = operation.module, operation.module.part, None
+    scores = state.values[operation.scores]
+    scores = scores.view(len(scores), -1, part.heads)
+    zero = module.zero
+    if operation.own is not None:
+        keys, values = (_heads(state.values[rows], part.head_dim) for rows in operation.own)
+        # A next token is one further from all keys but its own, whose distance has the first bucket.
+        own, zero = OwnKey(keys, values, scores[:, 0]), zero - 1
+    attended = module.reference.attend(
+        _heads(state.values[operation.queries], part.head_dim),
+        state.pages(operation.layer),
+        state.inputs.metadata,
+        scale=part.scale,
+        bias=QueryBias(scores, module.columns, zero),
+        own=own,
     )
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
@@ -437,6 +464,7 @@ def _add(operation: Add, state: Pass) -> None:
 
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
+    EmbedAhead: _embed_ahead,
     Take: _take,
     Normalize: _normalize,
     Multiply: _multiply,
@@ -448,6 +476,7 @@ HANDLERS: dict[type, Handler] = {
     ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
+    AttendByBuckets: _attend_by_buckets,
     AttendGlobally: _attend_globally,
     AttendToBlocks: _attend_to_blocks,
     AttendInBlocks: _attend_in_blocks,

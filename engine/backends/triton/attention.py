@@ -123,13 +123,15 @@ class TritonAttention(AttentionBackend):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Computes every part but those with a content bias, over every format of the cache, on NVIDIA GPUs from
-        compute capability 8.0 on."""
+        """Computes every part but those with a content bias or one that queries bring, over every format of the cache,
+        on NVIDIA GPUs from compute capability 8.0 on."""
         if not gpu.serves(device):
             if device.type != "cuda":
                 return [f"{cls.name} attention runs on cuda; the device is {device.type}"]
             return [f"{cls.name} attention: " + ("no kernels start there" if gpu.installed() else "no Triton")]
         reasons = []
+        if part.query_bias:
+            reasons.append(f"{cls.name} attention has no bias that queries bring")
         if part.content_bias:
             reasons.append(f"{cls.name} attention has no content bias")
         if isinstance(part.window, Chunks):

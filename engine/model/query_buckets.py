@@ -1,0 +1,48 @@
+"""Attention whose queries bring what is added to their scores by distance (ProphetNet, arXiv:2001.04063)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionBackend
+from engine.backends.torch.attention import TorchReference
+from engine.model import spec
+from engine.model.layers import Linear, SelfAttention
+from engine.model.place import Place
+from engine.model.positions import QueryBuckets
+
+
+class BucketedAttention(SelfAttention):
+    """The weights of self-attention, and those that make a number for each bucket and head of a hidden state. torch
+    computes it, whatever computes other attentions.
+
+    Attributes:
+        reference: what computes it.
+        columns: [max_distance + 1] int64 the bucket of each distance, the farthest first; `zero`: the entry of a
+            token's distance to itself.
+    """
+
+    columns: Tensor
+
+    def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
+        super().__init__(part, hidden_size, backend, place)
+        assert isinstance(part.position, QueryBuckets)
+        self.reference = TorchReference()
+        self.distance_scores = Linear(hidden_size, part.position.buckets * part.heads, True, place)
+        self.zero = part.position.max_distance
+        self.register_buffer("columns", buckets_of(part.position).flip(0).to(place.device), persistent=False)
+
+
+def buckets_of(part: QueryBuckets) -> Tensor:
+    """The bucket of each number of tokens between a query and an earlier key, up to the largest distance, int64.
+
+    Rounding is that of the reference, which adds the first wide bucket before it drops what is behind the point;
+    `engine.model.bias.bucket_of` drops that first.
+    """
+    distances, exact = torch.arange(part.max_distance + 1, device="cpu"), part.buckets // 2
+    steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(part.max_distance / exact)
+    wide = (exact + steps * (part.buckets - exact)).clamp(max=part.buckets - 1).long()
+    return torch.where(distances < exact, distances, wide)
