@@ -21,10 +21,12 @@ from support.driving import Job, make_engine, run, run_alone
 from support.gpu import check_compiled, compile_variants, kernels
 from support.jobs import CHECKPOINT, greedy, prompt, sampled
 from support.poison import poisoned
+from test_gpu_elementwise import by_torch
 
 from engine import Engine
 from engine.backends.native.gemm import Quantised
 from engine.backends.triton import few_bits, matvec
+from engine.backends.triton.norms import Norm
 from engine.execution import starting
 from engine.execution.recording import eager
 from engine.model import quantisation
@@ -68,6 +70,23 @@ def test_products(rows: int, dtype: torch.dtype, kind: Quantization) -> None:
                     assert found.shape == (1, rows, outputs)
                     torch.testing.assert_close(found[0].double(), want, rtol=UNIT[wide], atol=3 * UNIT[wide])
             assert few_bits.product(x[:0], weight, bias).shape == (0, outputs)
+
+
+@KINDS
+@pytest.mark.parametrize("held", [128, 8192], ids=["pieces", "held"])
+def test_one_row_with_what_lies_around_it(held: int, kind: Quantization) -> None:
+    """A norm before the product, a gate, and the stream that results are added to, in tiles and in pieces."""
+    with kernels() as device, poisoned(matvec), mock.patch.object(matvec, "_HELD_WITHOUT_NORM", held):
+        weight, x = made(70, 300, kind, device), numbers(1, 300, dtype=torch.float32, device=device)
+        stream = numbers(1, 70, dtype=torch.float32, device=device, seed=1)
+        dense, norm = weight.dense().double(), Norm(numbers(300, dtype=torch.float32, device=device, seed=2), 1e-5)
+        joined = x.double() @ dense.T + stream.double()
+        found = matvec.product(x, weight, stream=stream)
+        assert found is stream
+        torch.testing.assert_close(found.double(), joined, rtol=4e-6, atol=1e-5)
+        gate, up = (by_torch(x, norm).double() @ dense.T).chunk(2, -1)
+        found = matvec.product(x, weight, norm=norm, function="silu", gated=True)
+        torch.testing.assert_close(found.double(), F.silu(gate) * up, rtol=4e-6, atol=1e-5)
 
 
 @KINDS
