@@ -203,7 +203,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
             torch.addmm(bias, x, weight.t(), out=out)
         return
     if x.is_cuda:
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        out.copy_(torch.mm(x, weight.t(), out_dtype=out.dtype))
     else:  # torch has no such product
         torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
     if bias is not None:

@@ -223,8 +223,10 @@ def serves(weight: Tensor | Quantised, *, alone: bool = True) -> bool:
     Args:
         alone: there is neither a norm before the product nor an activation after it.
     """
-    numbers = weight.values if isinstance(weight, Quantised) else weight
-    whole = numbers.dim() >= 2 and numbers.is_contiguous() and numbers.numel() > 0
+    if isinstance(weight, Quantised):
+        whole = weight.values.numel() > 0
+    else:
+        whole = weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
     return whole and (alone or _shape(weight)[1] <= _HELD)
 
 
