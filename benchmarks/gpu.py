@@ -18,6 +18,7 @@ kept after each. A part fails where its engine did not record its steps, overlap
     python benchmarks/gpu.py --goals
     python benchmarks/gpu.py --plan                   # what it would do, and the memory that takes
     python benchmarks/gpu.py --parts decode gap --models Qwen3-0.6B
+    python benchmarks/gpu.py --quantization int4 --parts decode prefill --output int4.json    # no goals for these
     python benchmarks/gpu.py --device cpu --tiny      # a dry run without a GPU: shows that everything works
 """
 
@@ -122,11 +123,12 @@ class Run:
         import torch
         from gpu_parts import decode, mixed, peer, shapes
 
-        work, sizes, rates = shapes.Work.of(config), self.sizes, self.rates
+        kind = self.options.quantization
+        work, sizes, rates = shapes.Work.of(config, kind), self.sizes, self.rates
         ours: dict[str, float] = {}
         if self.device.type == "cuda":
             sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
-        with shapes.random_engine(config, self.options.device, sizes) as engine:
+        with shapes.random_engine(config, self.options.device, sizes, quantization=kind) as engine:
             self.engines[model] = shapes.facts(engine)
             if problems := shapes.fallen_back(engine):
                 self.failures[f"engine {model}"] = "; ".join(problems)
@@ -202,8 +204,10 @@ def judged(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     """What was found, with the goals, in the order in which it is kept."""
     from gpu_parts import floors
 
-    goals = floors.judge(floors.goals(sizes_of(options)), found["parts"], meant=not options.tiny)
+    meant = not options.tiny and options.quantization == "none"
+    goals = floors.judge(floors.goals(sizes_of(options)), found["parts"], meant=meant)
     head = {"benchmark": "gpu", "shapes": "tiny" if options.tiny else "full"}
+    head["quantization"] = options.quantization
     return head | {"machine": found["machine"], "rates": found["rates"], "goals": goals} | found
 
 
@@ -219,7 +223,8 @@ def in_processes(options: argparse.Namespace) -> dict[str, Any]:
     from gpu_parts import jobs
 
     command = [sys.executable, str(Path(__file__).resolve()), "--together", "--child", "--device", options.device]
-    command += ["--part-timeout", str(options.part_timeout), *(["--tiny"] if options.tiny else [])]
+    command += ["--quantization", options.quantization, "--part-timeout", str(options.part_timeout)]
+    command += ["--tiny"] if options.tiny else []
     if options.batches:
         command += ["--batches", *map(str, options.batches)]
     with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as folder:
@@ -244,7 +249,7 @@ def tell_plan(options: argparse.Namespace) -> None:
     for job in planned(options):
         print(f"{job.label:28s} {job.limit:5.0f} s at most")
     for model in options.models:
-        work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny))
+        work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny), options.quantization)
         pages = [f"{rows} rows {work.kv_bytes * sizes.tokens(rows) / 1e9:.1f} GB" for rows in sizes.batches]
         print(f"{model}: weights {work.weight_bytes / 1e9:.1f} GB; pages of {', '.join(pages)}")
 
@@ -315,6 +320,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that everything works")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="of the weights")
     parser.add_argument("--batches", nargs="+", type=int, metavar="ROWS", help="rows of decoding steps")
     parser.add_argument(
         "--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="families of checks of kernels"

@@ -18,12 +18,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 PAGES = ("auto", "int8", "fp8")
+WEIGHTS = ("none", "int8", "int4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kv-cache-dtypes", nargs="+", choices=PAGES, default=["auto"], help="formats of the pages (default: auto)"
     )
+    parser.add_argument(
+        "--quantizations", nargs="+", choices=WEIGHTS, default=["none"], help="formats of the weights (default: none)"
+    )
     parser.add_argument("--home", type=Path, help="where the folder will be when it is used (default: where it is)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        return _compile(options.config, options.models[0], options.capabilities[0], options.kv_cache_dtypes)
+        return _compile(options)
     options.cache.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache.resolve())}
     environment.pop("TRITON_INTERPRET", None)
@@ -52,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which = ["--config", str(options.config)] if options.config else ["--models", model]
         for capability in options.capabilities:
             command = [sys.executable, __file__, "--child", "--cache", str(options.cache), *which]
-            command += ["--kv-cache-dtypes", *options.kv_cache_dtypes]
+            command += ["--kv-cache-dtypes", *options.kv_cache_dtypes, "--quantizations", *options.quantizations]
             done = subprocess.run([*command, "--capabilities", str(capability)], env=environment, check=False)
             failed |= done.returncode != 0
     settle(options.cache, options.home or options.cache.resolve())
@@ -68,14 +73,16 @@ def settle(cache: Path, home: Path) -> None:
         group.write_text(json.dumps({"child_paths": {name: str(home / group.parent.name / name) for name in files}}))
 
 
-def _compile(config: Path | None, model: str, capability: int, pages: Sequence[str]) -> int:
+def _compile(options: argparse.Namespace) -> int:
     from gpu_parts import ahead, shapes
 
     began = time.perf_counter()
+    config, model, capability = options.config, options.models[0], options.capabilities[0]
     chosen = json.loads(config.read_text()) if config else shapes.config_of(model, tiny=False)
     with ahead.compiling(capability) as hits:
-        for dtype in pages:
-            ahead.serve(chosen, replace(shapes.TINY, chunk=512, batches=(1, 16), context=96), kv_cache_dtype=dtype)
+        sizes = replace(shapes.TINY, chunk=512, batches=(1, 16), context=96)
+        for weights, dtype in product(options.quantizations, options.kv_cache_dtypes):
+            ahead.serve(chosen, sizes, kv_cache_dtype=dtype, quantization=weights)
     seconds = time.perf_counter() - began
     name = config or model
     print(

@@ -51,7 +51,8 @@ class EngineConfig:
         dtype: of weights and activations; auto takes the checkpoint's, and float32 on a CPU without fast
             bfloat16.
         quantization: weights of matrices made int8 or int4 (a scale for each 32 inputs of an output) or int8-fast (one
-            for each output: faster, less exact) while they load, on a CPU; embeddings keep the dtype (default: none).
+            for each output: faster, less exact, on a CPU alone) while they load; embeddings keep the dtype (default:
+            none).
         quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
             octavo/quantization in the user's cache).
         device: cpu, cuda (or cuda:N), auto.

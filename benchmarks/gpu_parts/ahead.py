@@ -40,8 +40,9 @@ class _Zeros(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "normal_":
             return args[0]
-        if name == "mm":
-            return args[0].new_zeros(args[0].shape[0], args[1].shape[1])
+        if name in ("mm", "addmm"):
+            left, right = args[-2:]
+            return left.new_zeros(left.shape[0], right.shape[1])
         if name == "linear":
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         made = func(*args, **(kwargs or {}))
@@ -100,9 +101,13 @@ def compiling(capability: int) -> Iterator[list[bool]]:
         yield hits
 
 
-def serve(config: Mapping[str, Any], sizes: shapes.Sizes, *, kv_cache_dtype: str = "auto") -> None:
-    """Start an engine as a GPU's would be, with its recordings, and serve requests of several kinds."""
-    with shapes.random_engine(config, "cpu", sizes, kv_cache_dtype=kv_cache_dtype) as engine:
+def serve(config: Mapping[str, Any], sizes: shapes.Sizes, **settings: Any) -> None:
+    """Start an engine as a GPU's would be, with its recordings, and serve requests of several kinds.
+
+    Args:
+        settings: of `EngineConfig`.
+    """
+    with shapes.random_engine(config, "cpu", sizes, **settings) as engine:
         problem = shapes.facts(engine)["attention"]
         if problem != "triton":
             raise RuntimeError(f"attention of this model is {problem}: it has no kernels to compile")

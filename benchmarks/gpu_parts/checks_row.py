@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.backends.triton import matvec
+from engine.backends.triton import few_bits, matvec
 from engine.backends.triton.norms import Norm
 from engine.model.kernels import LIBRARY, wide_product
+from engine.model.quantisation import ON_GPUS, Quantization, on_device
 from gpu_parts.check import Check, Outcome, Setting
 
 
@@ -61,6 +62,24 @@ def _added(setting: Setting) -> Iterator[Outcome]:
         yield matvec.product(x, weight, stream=twice, also=also), stream.double() + also.double() + made
 
 
+def _few_bits(bits: Quantization) -> Callable[[Setting], Iterator[Outcome]]:
+    """Products with weights of 8 or 4 bits: of one row with its norm and without, of several, and of many."""
+
+    def checks(setting: Setting) -> Iterator[Outcome]:
+        for width, size in _matrices(setting, inputs=True):
+            plain = setting.normal(width, size, deviation=size**-0.5, seed=1)
+            weight = on_device(plain, bits, setting.device)
+            rounded, norm = weight.dense().to(plain.dtype), Norm(setting.normal(size, seed=3), 1e-5)
+            one = setting.normal(1, size, deviation=3.0)
+            yield matvec.product(one, weight, norm=norm), _normalised(one, norm) @ weight.dense().double().T
+            yield matvec.product(one, weight), one.double() @ weight.dense().double().T
+            for rows in few_bits.TRIAL:
+                x = setting.normal(rows, size, seed=rows)
+                yield few_bits.product(x, weight), x.double() @ rounded.double().T
+
+    return checks
+
+
 def _logits(setting: Setting) -> Iterator[Outcome]:
     for width, size in ((151936, 1024), (128256, 4096)) if setting.full else ((300, 64),):
         x, weight = setting.normal(1, size), setting.normal(width, size, deviation=size**-0.5, seed=1)
@@ -78,4 +97,5 @@ CHECKS = (
     Check("one row: RMSNorm, product, gate", _normed(False, True), bound=4.0),
     Check("one row: product and addition", _added),
     Check("logits of one row, and of several", _logits),
+    *(Check(f"products with weights of few bits: {bits}", _few_bits(bits)) for bits in ON_GPUS),
 )

@@ -24,6 +24,8 @@ from engine.model.transformer import Transformer
 
 # Of the free memory that weights and pages may take: steps need some, too.
 _SHARE = 0.8
+# Of a weight, with its part of the scale that 32 have.
+_BYTES = {"int8": 34 / 32, "int4": 18 / 32}
 # As published in the models' own config.json.
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -211,15 +213,18 @@ class Work:
     pair_flops: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Work:
-        """From a config of the LLaMA family."""
+    def of(cls, config: Mapping[str, Any], quantization: str = "none") -> Work:
+        """From a config of the LLaMA family; of weights of few bits the output matrix has 8 bits."""
         size = {"bfloat16": 2, "float16": 2, "float32": 4}[config["dtype"]]
         hidden, head_dim, layers = config["hidden_size"], config["head_dim"], config["num_hidden_layers"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         layer = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
         head = config["vocab_size"] * hidden
         return cls(
-            weight_bytes=size * (layers * layer + head),
+            weight_bytes=round(
+                layers * layer * _BYTES.get(quantization, size)
+                + head * (size if quantization == "none" else _BYTES["int8"])
+            ),
             products=layers * layer + head,
             layer_products=layers * layer,
             kv_bytes=2 * size * layers * kv_heads * head_dim,

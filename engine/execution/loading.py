@@ -16,8 +16,9 @@ from engine.execution.gpu_choice import another_gpu, holders
 from engine.execution.memory import device_memory, gib, is_out_of_memory
 from engine.host.cgroups import available_memory
 from engine.model.families import context_length
+from engine.model.missing import experts_of
 from engine.model.positions import Rotary
-from engine.model.quantisation import Quantization, size_of
+from engine.model.quantisation import ON_GPUS, Quantization, size_of
 from engine.model.spec import ModelSpec
 from engine.model.stored.scheme import Scheme
 from engine.model.weight_files import Checkpoint
@@ -54,11 +55,12 @@ def check_weights_fit(
         allowed = total * utilization - (total - free)
         if size > allowed:
             found = (
-                f"The weights of {path} take {gib(size)} as {dtype}, but {device} has {gib(free)} of {gib(total)} free"
+                f"The weights of {path} take {gib(size)} as {quantization or dtype}, but {device} has {gib(free)} of "
+                f"{gib(total)} free"
             )
             if size <= free:
                 found += f", of which --gpu-memory-utilization {utilization} allows {gib(max(allowed, 0))}"
-            raise ModelLoadError(f"{found}. {_instead(size, total, free, utilization, dtype, device)}")
+            raise ModelLoadError(f"{found}. {_instead(size, total, free, utilization, dtype, device, quantization)}")
         return
     free = available_memory()
     if size > free:
@@ -69,14 +71,21 @@ def check_weights_fit(
         )
 
 
-def _instead(size: int, total: int, free: int, utilization: float, dtype: torch.dtype, device: torch.device) -> str:
+def _instead(
+    size: int,
+    total: int,
+    free: int,
+    utilization: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> str:
     """What to do about weights of so many bytes that a GPU has no memory for."""
-    others = "a smaller model" + ", a 16-bit --dtype" * (dtype.itemsize > 2)
+    others = "a smaller model"
+    if quantization is None:
+        others += ", a 16-bit --dtype" * (dtype.itemsize > 2) + ", smaller weights (--quantization int8 or int4)"
     if size > total:
-        return (
-            f"That is more than all of it. Use {others}, a GPU with at least {gib(size / 0.8)}, or the CPU with "
-            "smaller weights: --device cpu --quantization int8 (or int4)."
-        )
+        return f"That is more than all of it. Use {others}, a GPU with at least {gib(size / 0.8)}, or --device cpu."
     others += f" or {another_gpu(device)}"
     held = total - free
     if size <= total * utilization and held > 0:
@@ -101,25 +110,44 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
         )
 
 
-def find_quantization(config: EngineConfig, device: torch.device, scheme: Scheme | None = None) -> Quantization | None:
+def find_quantization(
+    config: EngineConfig, device: torch.device, spec: ModelSpec, scheme: Scheme | None = None
+) -> Quantization | None:
     """What the matrices become.
 
     Args:
-        scheme: how the checkpoint stores weights of few bits, which may say what they are to be on a CPU.
+        scheme: how the checkpoint stores weights of few bits, which may say what they are to be; where a GPU has no
+            kernels for that they are plain there.
 
     Raises:
         ConfigError: they cannot on this device.
     """
-    if config.quantization is None:
-        return scheme.served_as if scheme is not None and device.type == "cpu" else None
     if config.quantization == "none":
         return None
-    if device.type != "cpu":
-        raise ConfigError(
-            f"quantization is {config.quantization}, but the device is {device}: weights of few bits are for CPUs. "
-            "Use --device cpu, or --quantization none."
-        )
-    return config.quantization
+    wanted = config.quantization or (None if scheme is None else scheme.served_as)
+    if wanted is None or device.type == "cpu":
+        return wanted
+    obstacle = _obstacle(wanted, spec)
+    if not obstacle:
+        return wanted
+    if config.quantization is None:
+        logger.info("weights are widened as they are read: %s", obstacle)
+        return None
+    raise ConfigError(
+        f"quantization is {wanted}, but the device is {device}: {obstacle}. Use --device cpu, or --quantization none."
+    )
+
+
+def _obstacle(wanted: Quantization, spec: ModelSpec) -> str:
+    """Why a GPU does not multiply with a model's weights in few bits."""
+    if wanted not in ON_GPUS:
+        return f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
+    stacks = [stack for stack in (spec.encoder, spec.decoder) if stack is not None]
+    if any(experts_of(block.ffn) is not None for stack in stacks for block in stack.blocks):
+        return "experts of few bits have no kernels on GPUs"
+    if any(part.latent is not None for stack in stacks for part in stack.attentions):
+        return "attention over latents has no kernels for weights of few bits on GPUs"
+    return ""
 
 
 @contextmanager

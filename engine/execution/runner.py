@@ -27,7 +27,7 @@ from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.labelled_spans import LabelledSpans
-from engine.model.layers import CrossPages
+from engine.model.layers import CrossPages, Linear
 from engine.model.program import QueryKeeper
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
@@ -176,11 +176,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compile what copies, sampling and experts need, where it is compiled: no request should wait for that."""
+        """Compile what copies, sampling, experts and products with weights of few bits need, where it is compiled: no
+        request should wait for that."""
         modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
         with gpu.current(self.model.device):
             for module in {module.shape: module for module in modules}.values():
                 module.warm(self._sampled.data.shape[0])
+            for linear in self.model.modules():
+                if isinstance(linear, Linear):
+                    linear.warm(self.model.dtype)
             self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)

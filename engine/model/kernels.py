@@ -16,6 +16,7 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.attention.base import Paged
 from engine.backends.native import activations, norms, rotary
+from engine.backends.native.gemm import Quantised
 from engine.model import spec
 from engine.model.positions import Rotary
 
@@ -112,7 +113,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return norms.layer_norm(x, weight, bias, eps)
 
 
-def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm) -> Tensor | None:
+def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, form: RowForm) -> Tensor | None:
     """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format before; None where torch has no
     such product."""
     if form.fused and take_on_gpu(x) and x.shape[0] == 1:
@@ -120,6 +121,12 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm) 
 
         if matvec.serves(weight):
             return matvec.product(x, weight, bias, dtype=torch.float32, overlap=form.overlapping)
+    if isinstance(weight, Quantised):
+        if not take_on_gpu(x):
+            return None
+        from engine.backends.triton import few_bits
+
+        return few_bits.product(x, weight, bias, dtype=torch.float32)
     if not x.is_cuda or x.dtype not in _NARROW or weight.dtype != x.dtype:
         return None
     product = torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata
 from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
@@ -62,7 +63,8 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.shared = shared is not None
-        self.weight = place.parameter(outputs, inputs) if shared is None else shared
+        self.device = place.device
+        self.weight = place.matrix(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
 
@@ -72,27 +74,42 @@ class Linear(nn.Module):
         quantised: Callable[[int], Quantised] | None = None,
         amx: bool = False,
     ) -> None:
-        """Lay the filled weight out as the CPU's matrix kernels read it, once instead of at every product.
+        """Lay the filled weight out as matrix kernels read it, once instead of at every product: those of a CPU, or of
+        a GPU where it has few bits.
 
-        The plain weight is given up, unless another module needs it.
+        The plain weight is given up, unless another module needs it; else it is on the model's device from then on.
 
         Args:
             quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
             amx: see `pack_product`.
         """
         weight = self.weight if quantised is None else quantised(0)
-        self.packed = pack_product(weight, self.bias, quantization, amx)
+        self.packed = pack_product(weight, self.bias, quantization, amx, device=self.device)
         if self.packed is not None and not self.shared:
-            self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
+            empty = self.weight.new_empty(0, self.inputs, device=self.device)
+            self.weight = nn.Parameter(empty, requires_grad=False)
+        elif self.weight.device.type != self.device.type:
+            self.weight = nn.Parameter(self.weight.to(self.device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
+    def warm(self, dtype: torch.dtype) -> None:
+        """Compile the kernels of a weight of few bits, if such serve, for any number of rows of a format."""
+        weight = None if self.packed is None else self.packed.few_bits
+        if weight is None or not gpu.serves(self.device):
+            return
+        from engine.backends.triton import few_bits
+
+        for rows in few_bits.TRIAL:
+            self(weight.scales.new_zeros(rows, self.inputs, dtype=dtype))
+
     def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:
         """The same as float32, which kernels on a CPU and products on a GPU have not rounded to x's format before."""
         packed = None if self.packed is None else self.packed.native
-        if self.packed is None:
-            product = kernels.wide_product(x, self.weight, self.bias, form)
+        weight = self.weight if self.packed is None else self.packed.few_bits
+        if weight is not None:
+            product = kernels.wide_product(x, weight, self.bias, form)
             if product is not None:
                 return product
         if packed is None or x.dtype not in FORMATS:

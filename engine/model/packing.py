@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with weights that were laid out once, by our own kernels or by oneDNN, or quantised."""
+"""Matrix products with weights that were laid out once: on a CPU by our own kernels or by oneDNN, or of few bits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ class PackedProduct:
     Attributes:
         compute: the product.
         invariant: a row of it never depends on the others, however many there are.
-        native: the weight, where our own kernels compute it.
+        native: the weight, where our own kernels compute it on a CPU.
+        few_bits: the weight, where it has few bits on a GPU.
     """
 
     compute: Callable[[Tensor], Tensor]
     invariant: bool
     native: gemm.Packed | None = None
+    few_bits: gemm.Quantised | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x)
@@ -38,6 +40,7 @@ def pack_product(
     bias: Tensor | None = None,
     quantization: Quantization | None = None,
     amx: bool = False,
+    device: torch.device | None = None,
 ) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
 
@@ -47,7 +50,13 @@ def pack_product(
     Args:
         quantization: what the weight becomes, or what it has become already.
         amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
+        device: of the product; None: the weight's.
     """
+    if device is not None and (device.type != "cpu" or gpu.serves(device)):
+        if quantization is None:
+            return None
+        made = quantisation.on_device(weight, quantization, device)
+        return PackedProduct(quantisation.device_product(made, bias), invariant=False, few_bits=made)
     if quantization is not None and (isinstance(weight, gemm.Quantised) or weight.device.type == "cpu"):
         compute, packed = quantisation.product(weight, bias, quantization)
         return PackedProduct(compute, invariant=True, native=packed)

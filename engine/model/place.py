@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,11 +10,20 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where parameters live, and in which format."""
+    """Where parameters live, and in which format.
+
+    Attributes:
+        filled_on: where matrices are until they are packed; None: on the device.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    filled_on: torch.device | None = None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter that never asks for gradients."""
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
+
+    def matrix(self, outputs: int, inputs: int) -> nn.Parameter:
+        """The same of a matrix that is packed later."""
+        return replace(self, device=self.filled_on or self.device).parameter(outputs, inputs)

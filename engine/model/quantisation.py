@@ -1,9 +1,10 @@
 """Weights of few bits made from those of a checkpoint, and their products where there are no kernels of our own.
 
 Embeddings and norms keep their format. int8 and int4 have a scale for each `gemm.GROUP` inputs of an output, int8-fast
-has one for each output; activations become int8 in the product, with a scale for each group of a row, or for each row.
-What torch computes here is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are
-exact, so that a row's result depends on nothing but that row here as well.
+has one for each output. On a CPU activations become int8 in the product, with a scale for each group of a row, or for
+each row. What torch computes there is what `engine.backends.native.gemm` computes, from the same numbers: sums of
+integers are exact, so that a row's result depends on nothing but that row here as well. On a GPU, where there is no
+int8-fast, activations keep their format and weights are widened (`device_product`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends import native
+from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.backends.native.gemm import GROUP, Quantised
+from engine.errors import ConfigError
 
 logger = logging.getLogger("octavo.model")
 
 Quantization = Literal["int8", "int8-fast", "int4"]
+ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
 _TINY8, _TINY4 = 2.0**-100, 1e-17  # largest weights of a row or group below this are zeros
@@ -51,9 +55,9 @@ def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
     return outputs * -(-inputs // GROUP) * (GROUP // 2 + 2)
 
 
-def warn_if_slow() -> None:
+def warn_if_slow(device: torch.device) -> None:
     """Say in the log what weights of few bits cost without kernels of our own."""
-    if not native.available():
+    if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
             "Weights of few bits are widened by torch at every product, which is slow: Octavo's own kernels are not "
             "there (see octavo doctor). Plain weights are faster here."
@@ -66,8 +70,8 @@ def quantiser() -> str:
 
 
 def quantise(weight: Tensor, kind: Quantization) -> Quantised:
-    """The weight [outputs, inputs] in few bits."""
-    weight = weight.detach()
+    """The weight [outputs, inputs] in few bits, on the CPU."""
+    weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
@@ -89,6 +93,28 @@ def product(
         return torch_product(made, bias), None
     packed = _PACKERS[kind](made, bias)
     return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
+
+
+def on_device(weight: Tensor | Quantised, kind: Quantization, device: torch.device) -> Quantised:
+    """A weight in few bits on a device that is no CPU's; quantised on the CPU if it is plain.
+
+    Raises:
+        ConfigError: no device but a CPU multiplies with this kind.
+    """
+    if kind not in ON_GPUS:
+        raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
+    made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
+    return Quantised(made.values.to(device), made.scales.to(device), made.inputs)
+
+
+def device_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x [..., inputs] to x @ weight.T + bias on the weight's device, in x's format. Activations keep it, too: the
+    weight is widened, by our own kernels where they serve, else whole by torch at every product."""
+    if not gpu.serves(made.values.device):
+        return lambda x: F.linear(x, made.dense().to(x.dtype), bias)
+    from engine.backends.triton import few_bits
+
+    return lambda x: few_bits.product(x, made, bias)
 
 
 def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:

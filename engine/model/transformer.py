@@ -37,6 +37,7 @@ class Transformer(nn.Module):
         max_model_len: positions that will be asked for are below this.
         max_encoder_len: those of an encoder beside a decoder are below this; None: they are like the others.
         device, dtype: of the parameters; the CPU and float32 by default. Parameters are uninitialised.
+        filled_on: where matrices are until they are packed; None: on the device.
 
     Attributes:
         rotary_shifts: (limit, shift) pairs, limits ascending: a sequence that reaches no more tokens than a limit reads
@@ -56,6 +57,7 @@ class Transformer(nn.Module):
         max_encoder_len: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        filled_on: torch.device | None = None,
     ):
         super().__init__()
         if missing := unsupported(model):
@@ -65,7 +67,7 @@ class Transformer(nn.Module):
                 f"max_model_len is {max_model_len}, but the checkpoint has positions for "
                 f"{model.max_positions} tokens only. Lower --max-model-len."
             )
-        place = Place(torch.device(device), dtype)
+        place = Place(torch.device(device), dtype, filled_on)
         self.spec = model
         self.max_model_len = max_model_len
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
@@ -94,7 +96,7 @@ class Transformer(nn.Module):
         self.twin = None
         if model.twin is not None and model.twin.signal is not None:
             length = model.twin.signal.positions
-            self.twin = Transformer(model.twin, backend, length, device=device, dtype=dtype)
+            self.twin = Transformer(model.twin, backend, length, device=device, dtype=dtype, filled_on=filled_on)
 
     @property
     def trunk(self) -> TransformerStack:
@@ -104,10 +106,10 @@ class Transformer(nn.Module):
         return stack
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        """Make ready what has been filled: all matrices are laid out for the CPU's kernels, one after the other, and
+        """Make ready what has been filled: all matrices are laid out for their kernels, one after the other, and
         stacks get the executors that run them from then on."""
         if quantization is not None:
-            quantisation.warn_if_slow()
+            quantisation.warn_if_slow(self.device)
         # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
         many = set() if self.encoder is None or self.decoder is not None else set(self.encoder.modules())
         for module, kind in self.matrices(quantization):
@@ -126,8 +128,15 @@ class Transformer(nn.Module):
             self.twin._make_ready()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
-        """Size of the parameters, those of few bits included."""
+        """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
+
+        Args:
+            quantization: what matrices that are not packed yet will become.
+        """
         size = sum(tensor.nbytes for tensor in self.parameters())
+        packed = [module.packed for module in self.modules() if isinstance(module, Linear)]
+        few_bits = [one.few_bits for one in packed if one is not None and one.few_bits is not None]
+        size += sum(one.values.nbytes + one.scales.nbytes for one in few_bits)
         for module, kind in self.matrices(quantization):
             if kind is not None:
                 count = module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1

@@ -70,7 +70,14 @@ def load_model(
             table = families.weight_table(config, model_spec)
         try:
             model = Transformer(
-                model_spec, backend, max_model_len, max_encoder_len=max_encoder_len, device=device, dtype=dtype
+                model_spec,
+                backend,
+                max_model_len,
+                max_encoder_len=max_encoder_len,
+                device=device,
+                dtype=dtype,
+                # A GPU gets no matrix that is to become smaller: what is not filled yet takes no memory on the host.
+                filled_on=None if quantization is None else torch.device("cpu"),
             )
         except RuntimeError as error:
             # The CPU's allocator raises a plain RuntimeError.

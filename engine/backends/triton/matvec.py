@@ -16,6 +16,10 @@ Where the GPU can (`engine.backends.triton.overlap`), a product may begin while 
 take the places that others have left, ask for weights, which are never written, and wait for that kernel before they
 read or write anything else.
 
+Weights of 8 and 4 bits (`engine.backends.triton.few_bits`) are widened to float32 where they are summed up, and not
+rounded again. A tile of them is twice one of 16 bits: what a thread reads of the scales must be 4 bytes or more to be
+on its way to shared memory as well.
+
 The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
 modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum; results in
 float32 only where they are normed before.
@@ -31,7 +35,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.triton import few_bits
 from engine.backends.triton.activations import FUNCTIONS, activated
+from engine.backends.triton.few_bits import bytes_of, scales_of, widened
 from engine.backends.triton.norms import Norm, features_of, kind, normalised
 from engine.backends.triton.overlap import overlapping
 
@@ -65,12 +72,13 @@ def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, n
     """How a matrix for so many results of so many features is shared out; a result of a gate has two rows.
 
     A small matrix is one tile for each of about two programs on a multiprocessor, all of which is asked for at once. Of
-    a large one a program takes 64 KB, or 128 where each has a norm to compute.
+    a large one a program takes 64 KB, or 128 where each has a norm to compute. Weights of 8 and of 4 bits count as one
+    byte.
     """
-    vector = 512 // itemsize  # features that a warp reads at once, 16 bytes a thread
+    vector = 512 // max(itemsize, 2)  # features that a warp reads at once, 16 bytes a thread (of few bits 8 or 4)
     if features > (_HELD if normed or gated else _HELD_WITHOUT_NORM):
-        return Tiling(_power(min(4, outputs // 256)), 1, 8 * vector, False, 8)
-    block = triton.next_power_of_2(features)
+        return Tiling(_power(min(8 if itemsize == 1 else 4, outputs // 256)), 1, 8 * vector, False, 8)
+    block = max(triton.next_power_of_2(features), GROUP)
     one = block * itemsize * (1 + gated)
     share = min(max(_power(outputs * one // _PROGRAMS), _LEAST), 8 * _TILE if normed else 4 * _TILE)
     rows = max(1, (share if share <= 2 * _TILE else _TILE) // one)
@@ -84,9 +92,28 @@ def _power(number: int) -> int:
 
 
 @triton.jit
-def _weights(source, mask):
-    """A tile of weights, which is not read again in this step."""
-    return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+def _weights(weight, scales, row, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """The BLOCK features from `begin` on of rows [R] of a matrix, as `_numbers` takes them: of few bits, or (BITS is 0)
+    of the format of x; they are not read again in this step."""
+    if BITS > 0:
+        tile = bytes_of(weight, row, begin, there, SIZE, BLOCK, BITS)
+        factors = scales_of(scales, row, begin, there, SIZE, BLOCK)
+    else:
+        at = begin + tl.arange(0, BLOCK)[None, :]
+        source = weight + row[:, None].to(tl.int64) * SIZE + at
+        tile = tl.load(source, mask=there[:, None] & (at < SIZE), other=0.0, eviction_policy="evict_first")
+        factors = tile  # which is never asked for
+    return tile, factors
+
+
+@triton.jit
+def _numbers(tile, BITS: tl.constexpr):
+    """A tile of weights in float32."""
+    if BITS > 0:
+        numbers = widened(tile[0], tile[1], BITS)
+    else:
+        numbers = tile[0].to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -111,7 +138,7 @@ def _results(total, addend, before, then, FUNCTION: tl.constexpr, GATED: tl.cons
 @triton.jit
 def _finish(
     tile, numbers, begin, bias, stream, also, out,
-    WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Write the ROWS results from `begin` on, of a tile of weights and a row of numbers."""
     EACH: tl.constexpr = 2 if GATED else 1
@@ -122,30 +149,31 @@ def _finish(
     addend = features_of(bias, pair + number % EACH * WIDTH, pair < WIDTH, 0.0)
     before = features_of(stream, result, stays, 0.0)
     then = features_of(also, result, stays, 0.0)
-    total = tl.sum(tile.to(tl.float32) * numbers, 1)
+    total = tl.sum(_numbers(tile, BITS) * numbers, 1)
     total = _results(total, addend, before, then, FUNCTION, GATED, out.dtype.element_ty)
     tl.store(out + result, total.to(out.dtype.element_ty), mask=stays)
 
 
 @triton.jit
 def held_kernel(
-    x, factors, shifts, weight, bias, stream, also, out, eps,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
+    x, factors, shifts, weight, scales, bias, stream, also, out, eps,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it norms and holds.
 
-    x, factors and shifts are the row and its norm's weight and bias; stream and also what results are added to. The
-    two rows of a gate's result lie side by side in a tile.
+    x, factors and shifts are the row and its norm's weight and bias; scales those of a weight of few bits; stream and
+    also what results are added to. The two rows of a gate's result lie side by side in a tile.
     """
-    FORMAT: tl.constexpr = weight.dtype.element_ty
+    FORMAT: tl.constexpr = x.dtype.element_ty
     EACH: tl.constexpr = 2 if GATED else 1
     first = tl.program_id(0).to(tl.int64) * (ROWS * STEPS)
     number = tl.arange(0, ROWS * EACH)
     at = tl.arange(0, BLOCK)[None, :]
     inside = at < SIZE
-    place = (number // EACH + number % EACH * WIDTH)[:, None].to(tl.int64) * SIZE + at
-    tile = _weights(weight + first * SIZE + place, (first + number // EACH < WIDTH)[:, None] & inside)
+    row = number // EACH + number % EACH * WIDTH
+    tile = _weights(weight, scales, first + row, 0, first + number // EACH < WIDTH, SIZE, BLOCK, BITS)
     tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
     if EARLY:
         gdc_launch_dependents()
@@ -155,25 +183,24 @@ def held_kernel(
         factor = features_of(factors, at, inside, 1.0 if KIND == 3 else 0.0)
         shift = features_of(shifts, at, inside, 0.0)
         numbers = normalised(numbers, inside, factor, shift, eps, SIZE, KIND, FORMAT)
-    _finish(tile, numbers, first, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS)
+    _finish(tile, numbers, first, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS, BITS)
     for step in tl.range(1, STEPS, num_stages=STAGES):
         begin = first + step * ROWS
-        tile = _weights(weight + begin * SIZE + place, (begin + number // EACH < WIDTH)[:, None] & inside)
-        _finish(tile, numbers, begin, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS)
+        tile = _weights(weight, scales, begin + row, 0, begin + number // EACH < WIDTH, SIZE, BLOCK, BITS)
+        _finish(tile, numbers, begin, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS, BITS)
 
 
 @triton.jit
 def pieces_kernel(
-    x, weight, bias, stream, also, out,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, weight, scales, bias, stream, also, out,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p: ROWS of the WIDTH results of a row x [SIZE], which it reads in pieces of BLOCK."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < WIDTH
     at = tl.arange(0, BLOCK)[None, :]
-    source = weight + row[:, None] * SIZE + at
-    tile = _weights(source, there[:, None] & (at < SIZE))
+    tile = _weights(weight, scales, row, 0, there, SIZE, BLOCK, BITS)
     tl.debug_barrier()  # as above
     if EARLY:
         gdc_launch_dependents()
@@ -181,29 +208,38 @@ def pieces_kernel(
     addend = features_of(bias, row, there, 0.0)
     before = features_of(stream, row, there, 0.0)
     then = features_of(also, row, there, 0.0)
-    total = tile.to(tl.float32) * tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    total = _numbers(tile, BITS) * tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
     for begin in tl.range(BLOCK, SIZE, BLOCK, num_stages=STAGES):
-        inside = begin + at < SIZE
-        tile = _weights(source + begin, there[:, None] & inside)
-        numbers = tl.load(x + begin + at, mask=inside, other=0.0)
-        total += tile.to(tl.float32) * numbers.to(tl.float32)
+        tile = _weights(weight, scales, row, begin, there, SIZE, BLOCK, BITS)
+        numbers = tl.load(x + begin + at, mask=begin + at < SIZE, other=0.0)
+        total += _numbers(tile, BITS) * numbers.to(tl.float32)
     results = _results(tl.sum(total, 1), addend, before, then, None, False, out.dtype.element_ty)
     tl.store(out + row, results.to(out.dtype.element_ty), mask=there)
 
 
-def serves(weight: Tensor, *, alone: bool = True) -> bool:
+def serves(weight: Tensor | Quantised, *, alone: bool = True) -> bool:
     """Whether `product` takes a weight [outputs, features].
 
     Args:
         alone: there is neither a norm before the product nor an activation after it.
     """
-    whole = weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
-    return whole and (alone or weight.shape[1] <= _HELD)
+    if isinstance(weight, Quantised):
+        whole = weight.values.numel() > 0
+    else:
+        whole = weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+    return whole and (alone or _shape(weight)[1] <= _HELD)
+
+
+def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
+    """Outputs and features."""
+    if isinstance(weight, Quantised):
+        return len(weight.values), weight.inputs
+    return weight.shape[0], weight.shape[1]
 
 
 def product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Quantised,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -217,7 +253,7 @@ def product(
     """What is made of norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
 
     Args:
-        weight: [outputs, features], in x's format; bias [outputs].
+        weight: [outputs, features], in x's format or of few bits with scales for groups; bias [outputs].
         function: an activation of the results, or with `gated` of their first half, times the second.
         stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
         dtype: of the results, which no sum or activation is rounded more than; of a stream it is that.
@@ -227,25 +263,28 @@ def product(
         ValueError: shapes, formats or places do not go together.
     """
     _check(x, weight, bias, norm, function, gated, stream, also)
-    outputs, features = weight.shape
+    outputs, features = _shape(weight)
     width = outputs // (1 + gated)
+    values, scales, bits = weight, None, 0
+    if isinstance(weight, Quantised):
+        values, scales, bits = weight.values, weight.scales, few_bits.bits(weight)
     out = stream
     if out is None:
         out = torch.empty(1, width, dtype=dtype or x.dtype, device=x.device)
     alone = norm is None and function is None
-    how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
+    how = tiling(width, features, 1 if bits else x.element_size(), gated=gated, normed=not alone)
     programs = (triton.cdiv(width, how.rows * how.steps),)
     options: dict[str, int] = {"num_warps": how.warps, **overlapping(overlap)}
     if not how.held:
         pieces_kernel[programs](
-            x, weight, bias, stream, also, out,
-            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, **options,
+            x, values, scales, bias, stream, also, out,
+            SIZE=features, WIDTH=width, BITS=bits, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, **options,
         )  # fmt: skip
         return out
     none = Norm(None, 0.0)
     held_kernel[programs](
-        x, (norm or none).weight, (norm or none).bias, weight, bias, stream, also, out, (norm or none).eps,
-        SIZE=features, WIDTH=width, KIND=kind(norm), FUNCTION=function, GATED=gated,
+        x, (norm or none).weight, (norm or none).bias, values, scales, bias, stream, also, out, (norm or none).eps,
+        SIZE=features, WIDTH=width, BITS=bits, KIND=kind(norm), FUNCTION=function, GATED=gated,
         ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, **options,
     )  # fmt: skip
     return out
@@ -253,7 +292,7 @@ def product(
 
 def _check(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Quantised,
     bias: Tensor | None,
     norm: Norm | None,
     function: str | None,
@@ -264,12 +303,16 @@ def _check(
     alone = norm is None and function is None
     if not serves(weight, alone=alone):
         raise ValueError(
-            f"a weight {list(weight.shape)} is not multiplied: it must lie side by side"
+            f"a weight {list(_shape(weight))} is not multiplied: it must lie side by side"
             + ("" if alone else f", and have {_HELD} features at most beside a norm or an activation")
         )
-    outputs, features = weight.shape
-    if x.shape != (1, features) or x.dtype != weight.dtype or x.stride(1) != 1:
-        raise ValueError(f"{list(x.shape)} of {x.dtype} is not multiplied by {list(weight.shape)} of {weight.dtype}")
+    outputs, features = _shape(weight)
+    if isinstance(weight, Quantised):
+        few_bits.check(x, weight, bias)
+    elif x.dtype != weight.dtype:
+        raise ValueError(f"a row of {x.dtype} is not multiplied by a weight of {weight.dtype}")
+    if x.shape != (1, features) or x.stride(1) != 1:
+        raise ValueError(f"{list(x.shape)} of {x.dtype} is not multiplied by {[outputs, features]}")
     if gated and (outputs % 2 or function is None):
         raise ValueError(f"{outputs} results have no two halves, or the first has no activation")
     if function is not None and function not in FUNCTIONS:

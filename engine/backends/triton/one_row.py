@@ -6,7 +6,7 @@ reads them, so the stream stays where it is. An activation is part of the produc
 stream that it reads. A layer of the usual kind is then: product; heads; attention; product; product with its gate;
 product.
 
-Where a part does not allow that (experts, norms after sublayers, matrices that are not plain), its operations stay what
+Where a part does not allow that (experts, norms after sublayers), its operations stay what
 they were.
 """
 
@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from torch import Tensor
+
+from engine.backends.native.gemm import Quantised
 from engine.backends.native.program import Rows
 from engine.backends.torch.executor import Handler, Pass
 from engine.backends.triton import matvec
@@ -59,7 +62,7 @@ def _multiply(operation: MultiplyRow, state: Pass) -> None:
     linear, values = operation.linear, state.values
     values[operation.out] = matvec.product(
         values[operation.x],
-        linear.weight,
+        _weight(linear),
         linear.bias,
         norm=operation.norm,
         function=operation.function,
@@ -151,5 +154,10 @@ def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stre
 
 def _served(linear: Linear, *, alone: bool = True) -> bool:
     """There is a kernel for a product of one row; not alone: with a norm before it or an activation after it."""
-    plain = type(linear) is Linear and linear.packed is None
-    return plain and matvec.serves(linear.weight, alone=alone)
+    return type(linear) is Linear and matvec.serves(_weight(linear), alone=alone)
+
+
+def _weight(linear: Linear) -> Tensor | Quantised:
+    """As kernels read it."""
+    few_bits = None if linear.packed is None else linear.packed.few_bits
+    return linear.weight if few_bits is None else few_bits

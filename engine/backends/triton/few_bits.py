@@ -1,0 +1,234 @@
+"""Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
+
+A weight is an integer times the scale of its group (`engine.backends.native.gemm.Quantised`), in memory as on a CPU:
+8.5 and 4.5 bits for each. One row alone has the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows have one
+that reads each weight once, for all of them: a tile is widened, rounded to the rows' format, and multiplied by matrix
+instructions. Of more rows the product is the library's: a piece of the matrix is widened to that format in memory, and
+multiplied, and then the next one. It has no more than `SCRATCH` bytes, which an H200 still has in its second cache when
+it multiplies.
+
+The order of a sum depends on the matrix's shape and the number of rows; nothing is added atomically.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.triton.norms import features_of
+
+FEW = 64
+"""Most rows that have a kernel, of 16 bits; of 32 bits, which matrix instructions do not take, a quarter of them."""
+TRIAL = 16, 32, 64, 65
+"""Numbers of rows that need all kernels there are."""
+SCRATCH = 32 * 2**20
+"""Bytes of a matrix that are widened in memory at a time."""
+
+STAGES = 3
+_WIDENED = 32, 256  # rows and features that a program widens
+_PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors
+_TILE = 8192  # weights, of which two tiles are on their way while one is multiplied
+_NUMBERS = 16 * 1024  # bytes of the rows that go with a tile
+
+
+class Tiling(NamedTuple):
+    """What a program of `rows_kernel` computes.
+
+    Attributes:
+        rows: no fewer than there are.
+        outputs: results of each.
+        block: features that it reads at a time.
+        warps: of a program.
+    """
+
+    rows: int
+    outputs: int
+    block: int
+    warps: int
+
+
+def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
+    """How a product of so many rows, whose numbers have so many bytes, is shared out: in as many programs as keep a GPU
+    busy. The more rows there are, the more results has each, since all read the rows."""
+    tall = max(16, triton.next_power_of_2(rows))
+    widest = 16 if itemsize > 2 else max(tall, 32)
+    wide = next((each for each in (64, 32) if each <= widest and outputs >= each * _PROGRAMS), 16)
+    block = GROUP if itemsize > 2 else min(_TILE // wide, _NUMBERS // (tall * itemsize))
+    return Tiling(tall, wide, block, 4)
+
+
+def _has_kernel(rows: int, itemsize: int) -> bool:
+    return rows <= (FEW if itemsize <= 2 else FEW // 4)
+
+
+@triton.jit
+def bytes_of(weight, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Integers of rows [R], the BLOCK features from `begin` on, which begins a group: [R, BLOCK] of 8 bits, or two of 4
+    bits in each of [R, BLOCK / 2]. They are not read again in this step."""
+    LENGTH: tl.constexpr = SIZE if BITS == 8 else (SIZE + 31) // 32 * 16
+    at = begin * BITS // 8 + tl.arange(0, BLOCK * BITS // 8)
+    mask = there[:, None] & (at < LENGTH)[None, :]
+    return tl.load(
+        weight + rows[:, None].to(tl.int64) * LENGTH + at[None, :], mask=mask, other=0, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Scales [R, BLOCK / 32] of the same; 0 past a row's end."""
+    GROUPS: tl.constexpr = (SIZE + 31) // 32
+    group = begin // 32 + tl.arange(0, BLOCK // 32)
+    mask = there[:, None] & (group < GROUPS)[None, :]
+    return tl.load(scales + rows[:, None].to(tl.int64) * GROUPS + group[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def widened(integers, scales, BITS: tl.constexpr):
+    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; exact, but for products of more than
+    24 bits, which there are none of."""
+    ROWS: tl.constexpr = scales.shape[0]
+    GROUPS: tl.constexpr = scales.shape[1]
+    if BITS == 4:  # of every eight four are in lower halves, and the next four in upper ones
+        fours = tl.reshape(integers, (ROWS, GROUPS * 4, 4))
+        pairs = tl.permute(tl.join(fours & 15, fours >> 4), (0, 1, 3, 2))
+        numbers = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(tl.float32) - 8.0
+    else:
+        numbers = integers.to(tl.float32)
+    each = tl.broadcast_to(scales.to(tl.float32)[:, :, None], (ROWS, GROUPS, 32))
+    return numbers * tl.reshape(each, (ROWS, GROUPS * 32))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rows_kernel(
+    x, weight, scales, bias, out, rows, width,
+    SIZE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p: OUTPUTS of the `width` results of rows x [rows, SIZE], no more than ROWS."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = output < width
+    row = tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    source = x + row.to(tl.int64) * SIZE + at
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for begin in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+        integers = bytes_of(weight, output, begin, there, SIZE, BLOCK, BITS)
+        factors = scales_of(scales, output, begin, there, SIZE, BLOCK)
+        numbers = tl.load(source + begin, mask=(row < rows) & (begin + at < SIZE), other=0.0)
+        tile = widened(integers, factors, BITS).to(numbers.dtype)
+        total = tl.dot(numbers, tl.trans(tile), total, input_precision="ieee")
+    addend = features_of(bias, output, there, 0.0)
+    if addend is not None:
+        total += addend[None, :]
+    place = out + row.to(tl.int64) * width + output[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows) & there[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "width"])
+def widen_kernel(
+    weight, scales, out, first, width,
+    SIZE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (p, q): the q-th BLOCK features of ROWS of the `width` rows from `first` on, to out [width, SIZE]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < width
+    begin = tl.program_id(1) * BLOCK
+    integers = bytes_of(weight, first + row, begin, there, SIZE, BLOCK, BITS)
+    factors = scales_of(scales, first + row, begin, there, SIZE, BLOCK)
+    at = begin + tl.arange(0, BLOCK)
+    place = out + row[:, None].to(tl.int64) * SIZE + at[None, :]
+    tile = widened(integers, factors, BITS).to(out.dtype.element_ty)
+    tl.store(place, tile, mask=there[:, None] & (at < SIZE)[None, :])
+
+
+def bits(weight: Quantised) -> int:
+    """Of an integer: 8 or 4."""
+    return 8 if weight.values.dtype == torch.int8 else 4
+
+
+def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another.
+
+    Args:
+        weight: with scales for groups, on x's device; bias [outputs], in x's format.
+        dtype: of the results, which are not rounded to x's before.
+
+    Raises:
+        ValueError: shapes, formats or places do not go together.
+    """
+    check(x, weight, bias)
+    outputs = len(weight.values)
+    rows = x.reshape(-1, weight.inputs).contiguous()
+    out = torch.empty(len(rows), outputs, dtype=dtype or x.dtype, device=x.device)
+    if not rows.numel() or not outputs:
+        out = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    elif _has_kernel(len(rows), x.element_size()):
+        how = tiling(len(rows), outputs, x.element_size())
+        rows_kernel[(triton.cdiv(outputs, how.outputs),)](
+            rows, weight.values, weight.scales, bias, out, len(rows), outputs,
+            SIZE=weight.inputs, BITS=bits(weight), ROWS=how.rows, OUTPUTS=how.outputs, BLOCK=how.block, STAGES=STAGES,
+            num_warps=how.warps,
+        )  # fmt: skip
+    else:
+        most = max(1, SCRATCH // (weight.inputs * x.element_size()))
+        for first in range(0, outputs, most):
+            last = min(first + most, outputs)
+            part = None if bias is None else bias[first:last]
+            _multiply(rows, widen(weight, x.dtype, first, last), part, out[:, first:last])
+    return out.view(*x.shape[:-1], outputs)
+
+
+def widen(weight: Quantised, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    """The weight's rows from `first` to before `last`, [rows, inputs]."""
+    out = torch.empty(last - first, weight.inputs, dtype=dtype, device=weight.values.device)
+    rows, block = _WIDENED
+    widen_kernel[(triton.cdiv(last - first, rows), triton.cdiv(weight.inputs, block))](
+        weight.values, weight.scales, out, first, last - first,
+        SIZE=weight.inputs, BITS=bits(weight), ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x @ weight.T + bias to where the results lie; results in float32 are not rounded to x's format before."""
+    if out.dtype == x.dtype:
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+        return
+    if x.is_cuda:
+        out.copy_(torch.mm(x, weight.t(), out_dtype=out.dtype))
+    else:  # torch has no such product
+        torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
+    if bias is not None:
+        out += bias
+
+
+def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        ValueError: shapes, formats or places.
+    """
+    values, scales, inputs = weight.values, weight.scales, weight.inputs
+    groups = -(-inputs // GROUP)
+    shape = (inputs,) if values.dtype == torch.int8 else (groups, GROUP // 2)
+    if values.shape[1:] != shape or scales.shape != (len(values), groups):
+        raise ValueError(
+            f"a weight of {inputs} features is not {list(values.shape)} of {values.dtype} with scales "
+            f"{list(scales.shape)}"
+        )
+    if not values.is_contiguous() or not scales.is_contiguous():
+        raise ValueError("a weight's numbers, and its scales, must lie side by side")
+    if x.shape[-1:] != (inputs,) or x.device != values.device:
+        raise ValueError(
+            f"{list(x.shape)} on {x.device} is not multiplied by {[len(values), inputs]} on {values.device}"
+        )
+    if bias is not None and (bias.shape != (len(values),) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(f"{list(bias.shape)} of {bias.dtype} is not added to {len(values)} results in {x.dtype}")
