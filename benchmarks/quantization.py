@@ -62,7 +62,7 @@ def round_to_q4_0(x: Tensor) -> Tensor:
 def rounded_as_by_llama_cpp(kind: str, vocabulary: int) -> Iterator[None]:
     """Every product is one of weights and activations in llama.cpp's format."""
 
-    def pack(weight: Tensor, bias: Tensor | None, *_: object) -> PackedProduct:
+    def pack(weight: Tensor, bias: Tensor | None, *_: object, **_where: object) -> PackedProduct:
         few = kind == "q4_0" and weight.shape[0] != vocabulary
         held = round_to_q4_0(weight.detach()) if few else round_to_q8_0(weight.detach())
         return PackedProduct(lambda x: F.linear(round_to_q8_0(x), held, bias), invariant=False)
