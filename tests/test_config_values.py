@@ -25,7 +25,6 @@ from support.seq2seq_shapes import SHAPES
 from engine import ConfigError, ModelLoadError, OctavoError
 from engine.configs.values import check_values
 from engine.execution import loading
-from engine.model import checkpoint as checkpoints
 from engine.model import weights
 from engine.text.processor import load_tokenizer
 
@@ -122,7 +121,7 @@ def changed(folder: Path, **values: Any) -> Path:
 def test_it_is_refused_by_name_before_anything_is_made_of_it(
     name: str, value: Any, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "AutoConfig", None)  # it makes lists as long as there are layers
+    monkeypatch.setattr("transformers.AutoConfig", None)  # it makes lists as long as there are layers
     file = changed(folder, **{name: value})
     with pytest.raises(ModelLoadError) as error:
         make_engine(folder)
