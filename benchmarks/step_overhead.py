@@ -74,7 +74,7 @@ class Stand(torch.nn.Module):
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0
 
-    def forward(self, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
         began = time.thread_time()
         self.weights.sum()
         self.seconds = time.thread_time() - began

@@ -174,6 +174,7 @@ class RecordingModel:
         min_rows: int,
         cross: Any,
         turns: Any,
+        keeper: Any,
     ) -> Tensor:
         assert len(token_ids) == len(positions) >= len(slots) == sum(metadata.query_lens)
         assert len(token_ids) >= min_rows

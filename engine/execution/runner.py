@@ -110,7 +110,6 @@ class ModelRunner:
             label_spans=model.head if isinstance(model.head, LabelledSpans) else None,
             activation=activation,
         )
-        self._aligner = Aligner(model)
         self._twin_pooler = None
         if model.twin is not None:
             apply = _Logits(model.twin, min_rows)
@@ -166,7 +165,7 @@ class ModelRunner:
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
         if kept is not None:
-            step.pooled = self._aligner.align(plan, kept, self.cache)
+            step.pooled = Aligner(self.model).align(plan, kept, self.cache)
         elif plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:
