@@ -39,6 +39,7 @@ class Case:
     softcap: float | None = None
     distances: int = 0
     content_bias: bool = False
+    query_bias: bool = False
 
 
 def _paged(case: Case, setting: Setting) -> tuple[Paged, Tensor, Tensor]:
