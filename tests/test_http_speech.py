@@ -136,7 +136,12 @@ def test_words(api: Api) -> None:
     plain = api.post(**fields).json()
     assert "words" not in plain
     both = api.post(**fields, **{"timestamp_granularities[]": ["word", "segment"]}).json()
-    assert both["segments"] == plain["segments"]
+    assert len(both["segments"]) == len(plain["segments"])
+    for one, other in zip(both["segments"], plain["segments"], strict=True):
+        # Beside a row whose words get times torch computes a step, which differs in the last bits.
+        assert one == {
+            name: pytest.approx(value) if isinstance(value, float) else value for name, value in other.items()
+        }
     alone = api.post(**fields, **{"timestamp_granularities[]": "word"}).json()
     assert "segments" not in alone
     assert alone["words"] == both["words"]
