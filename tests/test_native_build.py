@@ -331,8 +331,10 @@ def test_instruction_sets_are_chosen_by_what_the_cpu_has(tmp_path: Path, monkeyp
     cpuinfo = tmp_path / "cpuinfo"
     everything = sorted(instruction_sets()["avx512"].features)
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu " + " ".join(everything) + "\n")
-    assert supported_sets(cpuinfo) == ["avx512", "avx2", "portable"]
+    assert supported_sets(cpuinfo) == ["avx512", "avx512-vnni", "avx2", "portable"]
     cpuinfo.write_text("flags\t\t: " + " ".join(set(everything) - {"avx512_bf16"}) + "\n")
+    assert supported_sets(cpuinfo) == ["avx512-vnni", "avx2", "portable"]
+    cpuinfo.write_text("flags\t\t: " + " ".join(set(everything) - {"avx512_vnni"}) + "\n")
     assert supported_sets(cpuinfo) == ["avx2", "portable"]
     cpuinfo.write_text("flags\t\t: fpu sse2\n")
     assert supported_sets(cpuinfo) == ["portable"]

@@ -94,7 +94,7 @@ def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
     if dtype == torch.bfloat16:
         has_tiles: bool = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
         return (amx and gemm.has_amx()) or not has_tiles
-    return library.isa == "avx512" or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return library.isa.startswith("avx512") or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

@@ -55,17 +55,23 @@ _AVX2 = InstructionSet(
     ("-mavx", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
     frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt"}),
 )
-_AVX512 = InstructionSet(
+_AVX512_VNNI = InstructionSet(
     (
         *_AVX2.flags,
-        *("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"),
+        *("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
         "-mprefer-vector-width=512",
     ),
-    _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+    _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
 )
+_AVX512 = InstructionSet((*_AVX512_VNNI.flags, "-mavx512bf16"), _AVX512_VNNI.features | {"avx512_bf16"})
 # Best first, by the machine's name.
 _INSTRUCTION_SETS = {
-    "x86_64": {"avx512": _AVX512, "avx2": _AVX2, "portable": InstructionSet((), frozenset())},
+    "x86_64": {
+        "avx512": _AVX512,
+        "avx512-vnni": _AVX512_VNNI,  # Cascade Lake and Ice Lake; and guests that bfloat16 is hidden from
+        "avx2": _AVX2,
+        "portable": InstructionSet((), frozenset()),
+    },
 }
 _PORTABLE = {"portable": InstructionSet((), frozenset())}
 
@@ -140,7 +146,7 @@ def build(name: str, compiler: Compiler, target: Path) -> None:
     Raises:
         BuildError: the compiler refuses, or the folder cannot be written to.
     """
-    flags = (*compiler.command, *_FLAGS, *instruction_sets()[name].flags, f"-DOCTAVO_ISA={name}")
+    flags = (*compiler.command, *_FLAGS, *instruction_sets()[name].flags)
     link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
