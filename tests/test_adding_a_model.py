@@ -123,7 +123,9 @@ def test_the_files_are_those_of_the_steps() -> None:
 
 @pytest.mark.parametrize("module", [spec, positions])
 def test_every_part_is_named(module: ModuleType) -> None:
-    missing = [name for name in defined(module) if f"`{name}`" not in DOCUMENT]
+    parts = defined(module)
+    assert parts
+    missing = [name for name in parts if f"`{name}`" not in DOCUMENT]
     assert not missing, f"name these parts in the table of docs/adding-a-model.md: {', '.join(missing)}"
 
 
@@ -135,9 +137,10 @@ def test_every_transformation_is_named() -> None:
 
 
 def defined(module: ModuleType) -> list[str]:
-    """The parts that a module defines; containers of parts apart."""
-    classes = inspect.getmembers(module, lambda value: inspect.isclass(value) and value.__module__ == module.__name__)
-    return [name for name, value in classes if is_dataclass(value) and name not in ("Stack", "Block")]
+    """The parts that a module or a package defines; containers of parts apart."""
+    found = inspect.getmembers(module, inspect.isclass)
+    own = [(name, value) for name, value in found if f"{value.__module__}.".startswith(f"{module.__name__}.")]
+    return [name for name, value in own if is_dataclass(value) and name not in ("Stack", "Block")]
 
 
 def test_every_file_and_link_is_there() -> None:

@@ -1,0 +1,77 @@
+"""The parts that a transformer is made of, as frozen values.
+
+A family is a composition of these parts and nothing else; `engine.model.transformer` builds modules
+from them. A choice between alternatives is a sum type (`Placement`, `FeedForward` …), so a novelty is a
+new member and not another boolean. Sizes are counted in features or tokens as their names say.
+"""
+
+from engine.model.spec.attention import (
+    NO_ATTENTION,
+    AfterRotation,
+    Attention,
+    Fourier,
+    Latent,
+    PerHead,
+    QkNorm,
+    Sinks,
+    Spans,
+    WholeProjection,
+)
+from engine.model.spec.blocks import (
+    AfterSublayer,
+    Block,
+    Bottleneck,
+    Convolution,
+    NormedResidual,
+    Parallel,
+    Placement,
+    Post,
+    Pre,
+    Sandwich,
+)
+from engine.model.spec.embedding import Embedding, MaskedOut, Neighbours, Patches, Spectrum, Tokens
+from engine.model.spec.heads import (
+    AnswerSpan,
+    AtToken,
+    Classifier,
+    Embedder,
+    Head,
+    HeadLayer,
+    LabelledSpans,
+    Lm,
+    MaskedLm,
+    Pool,
+    Probe,
+    ResidualNetwork,
+)
+from engine.model.spec.model import ModelSpec
+from engine.model.spec.networks import (
+    Activation,
+    Clamped,
+    Corrected,
+    Dense,
+    Experts,
+    FeedForward,
+    Gated,
+    GroupLimited,
+    Likeliest,
+    Opened,
+    Routing,
+    ScaledInput,
+    Shared,
+    SparseMixer,
+    Xielu,
+)
+from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
+from engine.model.spec.stack import PredictingStream, Repeated, Stack
+
+__all__ = [
+    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention",
+    "BeforeToken", "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense",
+    "Embedder", "Embedding", "Experts", "FeedForward", "FirstToken", "Fourier", "Gated", "GlobalStream",
+    "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "Likeliest", "Lm", "MaskedLm",
+    "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "Opened", "Parallel", "Patches", "PerHead", "Placement",
+    "Pool", "Post", "Pre", "PredictingStream", "Probe", "QkNorm", "Repeated", "ResidualNetwork", "Routing", "Sandwich",
+    "ScaledInput", "Shared", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "Spectrum", "Stack", "Tokens",
+    "WholeProjection", "Xielu",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""Layers: where norms stand in one, and what runs within it or beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.model.normalisation import Norm
+from engine.model.spec.attention import Attention, Fourier
+from engine.model.spec.networks import Activation, FeedForward
+
+
+@dataclass(frozen=True, slots=True)
+class Pre:
+    """x + f(norm(x)) for each sublayer; a norm of None is the identity."""
+
+    attention: Norm | None
+    ffn: Norm | None
+    cross: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormedResidual:
+    """norm(x) + f(norm(x)) for each sublayer: the residual connection starts after the norm."""
+
+    attention: Norm
+    ffn: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """norm(x + f(x)) for each sublayer: the original Transformer."""
+
+    attention: Norm
+    ffn: Norm
+    cross: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AfterSublayer:
+    """x + norm(f(x)) for each sublayer."""
+
+    attention: Norm
+    ffn: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Sandwich:
+    """x + after(f(before(x))) for each sublayer."""
+
+    before_attention: Norm
+    after_attention: Norm
+    before_ffn: Norm
+    after_ffn: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """x + attention(norm(x)) + ffn(norm(x)); one norm for both sublayers, or one for each."""
+
+    norms: tuple[Norm] | tuple[Norm, Norm]
+
+
+Placement = Pre | NormedResidual | Post | AfterSublayer | Sandwich | Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution over the tokens of an input beside a layer f: norm(f(x) + activation(convolution(x))).
+
+    Attributes:
+        kernel: tokens that it sees at a time, odd; there are zeros before the first and after the last.
+        activation, norm: as above.
+        groups: features see those of their own group only.
+    """
+
+    kernel: int
+    activation: Activation
+    norm: Norm
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """A layer on fewer features than the residual stream has: norm(x + exit(f(entrance(x)))), where f is attention and
+    feed-forward networks with norms after their residuals (arXiv:2004.02984).
+
+    Attributes:
+        width: features within it, attention's included.
+        norm: of what enters, of what leaves, and of each sublayer.
+        networks: feed-forward networks that follow each other.
+        values: what attention's values are made of: "entered", as queries and keys are, or "whole" vectors of the
+            stream; queries and keys have an entrance of their own then.
+    """
+
+    width: int
+    norm: Norm
+    networks: int = 1
+    values: Literal["entered", "whole"] = "entered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
+
+    Attributes:
+        mixing: what mixes tokens instead, where attention has no heads (`NO_ATTENTION`).
+        bottleneck: the features that the layer works on, where these are not the stream's; its norms stand for those of
+            the placement.
+        residual_scale: multiplies what attention and feed-forward network add; their last matrices are loaded times it.
+    """
+
+    placement: Placement
+    attention: Attention
+    ffn: FeedForward
+    mixing: Fourier | None = None
+    bottleneck: Bottleneck | None = None
+    cross: Attention | None = None
+    beside: Convolution | None = None
+    residual_scale: float = 1.0

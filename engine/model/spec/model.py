@@ -1,0 +1,104 @@
+"""A whole model, and what follows from its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.backends.attention.base import Chunks
+from engine.interface.outputs import RepeatedInput, SignalInfo
+from engine.model.positions import Rotary
+from engine.model.spec.embedding import Tokens
+from engine.model.spec.heads import Head
+from engine.model.spec.stack import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A whole model: decoder-only, encoder-only or both.
+
+    Attributes:
+        encoder, decoder, head: its parts.
+        context_length: tokens of context that the model was made for; None if its config does not say.
+        shared_tokens: encoder and decoder have one token table.
+        repeats: what the decoder reads of the encoder's input, where both read it to classify it.
+        twin: an encoder of signals whose vectors lie in the same space as those of this one, which reads token ids
+            (arXiv:2103.00020).
+        filler: the token that fills texts up to the longest length: the model was trained on texts of that length
+            alone, and reads these tokens like others. None: texts are as long as they are.
+    """
+
+    encoder: Stack | None
+    decoder: Stack | None
+    head: Head
+    context_length: int | None = None
+    shared_tokens: bool = True
+    repeats: RepeatedInput | None = None
+    twin: ModelSpec | None = None
+    filler: int | None = None
+
+    @property
+    def trunk(self) -> Stack:
+        """The stack whose hidden states the head reads."""
+        stack = self.decoder or self.encoder
+        assert stack is not None
+        return stack
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token table, 0 where there is none."""
+        stack = self.decoder or self.encoder
+        return stack.embedding.vocab_size if stack and isinstance(stack.embedding, Tokens) else 0
+
+    @property
+    def attention_span(self) -> int | None:
+        """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
+        parts = self.decoder.attentions if self.decoder else ()
+        windows = [part.window for part in parts if part.causal and part.window is not None]
+        reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
+        return max(reaches, default=None) if len(windows) == len(parts) else None
+
+    @property
+    def signal(self) -> SignalInfo | None:
+        """What its encoder, or its twin's, reads instead of token ids; None: it reads those alone."""
+        encoder = self.encoder if self.twin is None else self.twin.encoder
+        return None if encoder is None or isinstance(encoder.embedding, Tokens) else encoder.embedding.signal
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Rows of the encoder's token table, 0 where there is none."""
+        return self.encoder.embedding.vocab_size if self.encoder and isinstance(self.encoder.embedding, Tokens) else 0
+
+    @property
+    def rotary_limits(self) -> tuple[int, ...]:
+        """Lengths, ascending, up to which sequences are turned otherwise than beyond (`Rotary.limit`)."""
+        stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
+        parts = [attention.position for stack in stacks for attention in stack.attentions]
+        return tuple(sorted({part.limit for part in parts if isinstance(part, Rotary) and part.limit is not None}))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens a sequence can have because a position table ends there; None without a table."""
+        sizes = [
+            _positions(stack)
+            for stack in (self.encoder, self.decoder)
+            # How long a signal is does not depend on a decoder's tokens.
+            if stack is not None and (isinstance(stack.embedding, Tokens) or stack is self.trunk)
+        ]
+        return min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def max_encoder_positions(self) -> int | None:
+        """Most tokens of an encoder's input beside a decoder, where its table of positions is longer than the
+        decoder's; None for other models."""
+        if self.encoder is None or self.decoder is None or self.signal is not None:
+            return None
+        own, other = _positions(self.encoder), _positions(self.decoder)
+        return own if own is not None and other is not None and own > other else None
+
+
+def _positions(stack: Stack | None) -> int | None:
+    """Tokens that a stack has positions for; None without a table."""
+    table = None if stack is None else stack.embedding.positions
+    if stack is None or table is None:
+        return None
+    return table.size - table.offset - (stack.predicting is not None)  # the last token's next one has a position, too

@@ -1,0 +1,152 @@
+"""Feed-forward networks and experts, and how tokens are routed to these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """down(activation(up(x))) with `width` hidden features.
+
+    Attributes:
+        groups: outputs of both matrices see the inputs of their own group only; zeros are loaded for the others.
+    """
+
+    width: int
+    activation: Activation
+    bias: bool = False
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """down(activation(gate(x)) * up(x)) with `width` hidden features (arXiv:2002.05202)."""
+
+    width: int
+    activation: Activation
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """down(xielu(up(x))) with `width` hidden features; each layer learns how steep the function is on either side of 0
+    (arXiv:2411.13010): p * x^2 + x / 2 above, n * (expm1(x) - x) + x / 2 below."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """down((u + 1) * g * sigmoid(slope * g)), g being gate(x) and u up(x): u within [-limit, limit], g not above limit
+    (arXiv:2508.10925)."""
+
+    width: int
+    limit: float
+    slope: float
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The experts of the largest probabilities (softmax), which are their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """The experts of the largest sums of score and a learned correction, weighted by the scores alone: load is balanced
+    without a loss for it (arXiv:2408.15664). All is computed in float32.
+
+    Attributes:
+        score: what becomes of the router's numbers.
+        groups, open_groups: experts lie in so many groups, of which a token sees those with the best pairs.
+        least: the sum that weights are divided by is no smaller than this.
+        scale: multiplies the weights.
+    """
+
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    groups: int = 1
+    open_groups: int = 1
+    least: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """The experts of the largest probabilities (softmax) in those groups that hold the largest ones; a probability
+    times a constant is the weight (arXiv:2405.04434, 2.1.2). All is computed in float32.
+
+    Attributes:
+        groups, open_groups: experts lie in so many groups, of which a token sees those with the best experts.
+        scale: multiplies the weights.
+    """
+
+    groups: int = 1
+    open_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """One expert after the other: the best of those left, weighted by its probability among those near it
+    (arXiv:2409.12136).
+
+    Attributes:
+        tolerance: those are near whose number falls short of the best one by so much of its size at most.
+    """
+
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledInput:
+    """The experts of the largest numbers. What an expert reads is multiplied by the sigmoid of its number; what it
+    answers counts as it is (Llama 4)."""
+
+
+Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538).
+
+    Attributes:
+        expert: what each of them is.
+        count, active: how many there are, and how many a token goes to.
+        normalize: the weights of a token's experts are made to sum to 1.
+        routing: which experts a token goes to, and with what weights.
+        router_bias: the router has a bias.
+        capacity: an expert works on so many tokens of an input, the first that come to it; what comes later gets
+            nothing from it (arXiv:2101.03961, 2.2). None: on all.
+    """
+
+    expert: Dense | Gated | Clamped
+    count: int
+    active: int
+    normalize: bool = True
+    routing: Routing = Likeliest()
+    router_bias: bool = False
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """sigmoid(opening(x)) * inner(x), the opening being one number for each token, made by one row of weights."""
+
+    inner: Gated
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """routed(x) + always(x): beside the experts a network that every token goes to (arXiv:2401.06066)."""
+
+    routed: Experts
+    always: Gated | Opened
+
+
+FeedForward = Dense | Gated | Xielu | Experts | Shared

@@ -1,0 +1,80 @@
+"""Encoders and decoders: layers one after the other, and what these share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model.normalisation import Norm
+from engine.model.positions import DistanceVectors, RelativeBuckets
+from engine.model.spec.attention import Attention
+from engine.model.spec.blocks import Block
+from engine.model.spec.embedding import Embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Layers that are the same weights (arXiv:1909.11942): blocks form groups of `length`, each of which runs `times`
+    times before the next one."""
+
+    length: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class PredictingStream:
+    """Beside each token of a decoder goes a vector that stands for the next one: it begins as that one's position and a
+    learned vector, and passes through the same layers. In self-attention it sees what its token sees, and itself; no
+    other sees it, so that pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063, 3.2).
+
+    Attributes:
+        vectors: learned ones, one for each stream of the training. Those after the first predict later tokens, and
+            nothing of them reaches the first, which is the only one here; its vector is the last.
+    """
+
+    vectors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """An encoder or a decoder.
+
+    Attributes:
+        hidden_size: features of the residual stream.
+        blocks: one per layer; they may differ.
+        shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
+        block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
+        global_vectors: learned vectors that go through the layers beside the tokens of each input.
+        predicting: what the head reads instead of the tokens' hidden states.
+        projection: features that the hidden states are mapped to at last, by a matrix without bias.
+        distances: what blocks with disentangled attention share.
+        repeated: how often blocks run; None: each is one layer.
+    """
+
+    hidden_size: int
+    embedding: Embedding
+    blocks: tuple[Block, ...]
+    final_norm: Norm | None
+    shared_bias: RelativeBuckets | None = None
+    block_bias: RelativeBuckets | None = None
+    global_vectors: int = 0
+    predicting: PredictingStream | None = None
+    projection: int | None = None
+    distances: DistanceVectors | None = None
+    repeated: Repeated | None = None
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of the blocks, as far as they have one."""
+        return tuple(block.attention for block in self.blocks if block.attention.heads)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of each layer's block."""
+        part = self.repeated or Repeated(length=1, times=1)
+        starts = range(0, len(self.blocks), part.length)
+        return tuple(start + i for start in starts for _ in range(part.times) for i in range(part.length))
+
+    @property
+    def output_size(self) -> int:
+        """Features of the hidden states that the stack gives."""
+        return self.projection or self.hidden_size
