@@ -25,11 +25,12 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.errors import UnsupportedModelError
 from engine.execution.loading import find_max_model_len
 from engine.model import checkpoint
+from engine.model.attention_operations import Attend
 from engine.model.embedding import mask_out
 from engine.model.families.alibi import slopes
 from engine.model.normalisation import Norm
+from engine.model.operations import Multiply
 from engine.model.positions import Learned, Rotary, TwoSidedSlopes
-from engine.model.program import Attend, Multiply
 from engine.model.spec import (
     Bottleneck,
     Dense,

@@ -25,12 +25,13 @@ from engine.backends.torch.executor import Pass, execute
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
+from engine.model.inputs import Inputs
 from engine.model.layers import DenseFeedForward
 from engine.model.normalisation import Norm
 from engine.model.norms import RmsNorm, build_norm
 from engine.model.place import Place
 from engine.model.positions import Rotary
-from engine.model.program import Builder, Inputs
+from engine.model.program import Builder
 from engine.model.rotary import RotaryTable, rotate
 from engine.model.spec import Dense
 from engine.model.tables import Tables

@@ -16,19 +16,11 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine.backends.native.attention import NativeAttention
+from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
+from engine.model.inputs import Inputs
 from engine.model.layers import Linear
-from engine.model.program import (
-    AddAdapters,
-    AllReduce,
-    Attend,
-    Embed,
-    Inputs,
-    MixExperts,
-    Multiply,
-    PrepareHeads,
-    StoreEncoded,
-    last_uses,
-)
+from engine.model.operations import AddAdapters, AllReduce, Embed, MixExperts, Multiply
+from engine.model.program import last_uses
 from engine.model.transformer import Transformer
 
 RANK = 3

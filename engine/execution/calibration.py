@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.backends.attention.base import AttentionMetadata
 from engine.backends.torch.executor import TorchExecutor
 from engine.execution.kv_cache import KVCache
+from engine.model.inputs import Inputs
 from engine.model.layers import CrossPages
-from engine.model.program import Inputs
 from engine.model.rotary import RotaryTable
 from engine.model.transformer import Transformer
 

@@ -25,10 +25,10 @@ from engine.execution.weighing import weighed
 from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
+from engine.model.inputs import QueryKeeper
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import CrossPages, Linear
-from engine.model.program import QueryKeeper
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import EncoderBatch, Int32, PooledRow, SamplingBatch, StepPlan, StepResult

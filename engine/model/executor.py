@@ -12,7 +12,8 @@ from engine.backends import triton as gpu
 from engine.backends.native import executor as native_executor
 from engine.backends.native.executor import NativeExecutor
 from engine.backends.torch.executor import TorchExecutor
-from engine.model.program import Inputs, Program
+from engine.model.inputs import Inputs
+from engine.model.program import Program
 from engine.model.tables import Tables
 
 logger = logging.getLogger("octavo.model")

@@ -13,12 +13,13 @@ from engine.model import spec
 from engine.model.activations import activate, activate_by_name
 from engine.model.blocks import Sublayer, build_feed_forward
 from engine.model.executor import Executor, fastest
+from engine.model.inputs import Inputs
 from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import Linear
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.program import Inputs, compile_head
+from engine.model.program import compile_head
 from engine.model.tables import Tables
 
 NO_TABLES = Tables({}, {})

@@ -4,580 +4,72 @@ The modules of a stack hold its weights; `compile_stack` walks them once and wri
 list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
 library (`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). What an executor
 has no kernel for it leaves to torch, operation by operation.
-
-Rows lie in buffers, one row for each token. An operation may overwrite what it reads only where its docstring says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Sight
 from engine.backends.native.program import Rows
 from engine.model import spec
+from engine.model.attention_operations import (
+    Attend,
+    AttendBeside,
+    AttendByBuckets,
+    AttendGlobally,
+    AttendInBlocks,
+    AttendToBlocks,
+    BeginBeside,
+    ExpandLatent,
+    FeedBeside,
+    PrepareHeads,
+    PrepareLatent,
+    StoreEncoded,
+    Temper,
+)
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
 from engine.model.layers import (
     CrossAttention,
-    CrossPages,
     DenseFeedForward,
     FourierMixing,
     GatedFeedForward,
     Linear,
     OpenedFeedForward,
-    QkNorm,
     SelfAttention,
     SpanConvolution,
     XieluFeedForward,
 )
-from engine.model.positions import Temperature
+from engine.model.operations import (
+    Activate,
+    ActivateXielu,
+    Add,
+    AddAdapters,
+    AllReduce,
+    Concatenate,
+    Embed,
+    EmbedAhead,
+    GatherNeighbours,
+    HasRows,
+    MixExperts,
+    MixTaps,
+    Multiply,
+    Normalize,
+    Open,
+    Scale,
+    Take,
+    TransformFourier,
+    WeighTaps,
+)
 from engine.model.query_buckets import BucketedAttention
-
-
-class Adapters(Protocol):
-    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
-
-    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
-        ...
-
-
-class QueryKeeper(Protocol):
-    """Is shown the queries of a pass to an encoder's keys."""
-
-    def __call__(self, layer: int, queries: Tensor) -> None:
-        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
-
-    Attributes:
-        token_ids, positions: [Tp].
-        metadata: the rows that the T tokens form.
-        min_rows: fewest rows of a matrix product whose rows do not depend on each other
-            (`engine.execution.invariance`).
-        caches: the pages of each decoder layer; None for an encoder alone.
-        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
-        cross: where each row finds the encoder's K and V, for decoders that attend to one.
-        types: [Tp] the segment of each token; None: all are of the first.
-        boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
-        rotary_positions: [Tp] the rows of rotary tables; None: positions are.
-        adapters: None where no row has one.
-        form: how a token alone is computed on a GPU.
-        given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
-        signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
-        keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    metadata: AttentionMetadata
-    tokens: int
-    min_rows: int = 1
-    caches: Sequence[Paged] | None = None
-    slots: Tensor | None = None
-    cross: CrossPages | None = None
-    types: Tensor | None = None
-    boxes: Tensor | None = None
-    rotary_positions: Tensor | None = None
-    adapters: Adapters | None = None
-    form: RowForm = LIBRARY
-    given: Tensor | None = None
-    signals: Sequence[Tensor] = ()
-    keeper: QueryKeeper | None = None
-
-    @property
-    def needs_torch(self) -> bool:
-        """Something takes part for which no executor but torch's has kernels."""
-        return self.adapters is not None or self.keeper is not None
-
-    @staticmethod
-    def of_rows(x: Tensor) -> Inputs:
-        """For a program that takes rows x [N, features] which are independent of each other."""
-        places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
-        metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))
-        return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
-
-    @property
-    def rotary_rows(self) -> Tensor:
-        """[Tp] the rows of rotary tables."""
-        return self.positions if self.rotary_positions is None else self.rotary_positions
-
-
-# ---------------------------------------------------------------- operations
-
-
-class HasRows:
-    """What an operation reads and writes."""
-
-    __slots__ = ()
-    READS: ClassVar[tuple[str, ...]] = ()
-    WRITES: ClassVar[tuple[str, ...]] = ()
-    """Names of its fields."""
-
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        """The rows that it reads."""
-        return self._rows(self.READS)
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        """The rows that it writes."""
-        return self._rows(self.WRITES)
-
-    def _rows(self, names: tuple[str, ...]) -> tuple[Rows, ...]:
-        found: list[Rows] = []
-        for value in (getattr(self, name) for name in names):
-            found += [value] if isinstance(value, Rows) else value or ()
-        return tuple(found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Embed(HasRows):
-    """out = the vectors of token ids, with positions and segments, or those of signals."""
-
-    WRITES = ("out",)
-    module: Embedding
-    out: Rows
-
-    def vectors(self, inputs: Inputs) -> Tensor:
-        """[Tp, features] of what a pass is given."""
-        if isinstance(self.module, TokenEmbedding):
-            x: Tensor = self.module(
-                inputs.token_ids, inputs.positions, inputs.types, inputs.boxes, inputs.metadata, inputs.tokens
-            )
-            return x
-        x = self.module(inputs.signals, inputs.min_rows)
-        return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbedAhead(HasRows):
-    """out = the vectors of the tokens that come next, made of their positions and the last of these vectors."""
-
-    WRITES = ("out",)
-    module: TokenEmbedding
-    vectors: nn.Parameter
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Take(HasRows):
-    """out = the rows that the pass is given."""
-
-    WRITES = ("out",)
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normalize(HasRows):
-    """out = norm of x, or of x + residual, which then becomes x; out may be x."""
-
-    READS = ("x", "residual")
-    WRITES = ("x", "out")
-    module: nn.Module
-    x: Rows
-    out: Rows
-    residual: Rows | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Multiply(HasRows):
-    """out = x @ weight.T + bias."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    linear: Linear
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AddAdapters(HasRows):
-    """out += what the adapters of a product make of its x; nothing where no row has an adapter."""
-
-    READS = ("x", "out")
-    WRITES = ("out",)
-    linear: Linear
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllReduce(HasRows):
-    """x = the sum of all devices' x, each of which has a part of the layer; x itself on one device."""
-
-    READS = ("x",)
-    WRITES = ("x",)
-    x: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrepareHeads(HasRows):
-    """Queries, keys and values as attention reads them: limited, normed, rotated (or rotated first, then normed);
-    written to a layer's pages where the stack has pages. The heads are overwritten.
-
-    Attributes:
-        layer: whose pages; None for an encoder.
-        queries, keys, values: the parts of `heads`.
-    """
-
-    READS = ("heads",)
-    WRITES = ("heads",)
-    part: spec.Attention
-    qk_norm: QkNorm | None
-    heads: Rows
-    layer: int | None
-
-    @property
-    def queries(self) -> Rows:
-        return self.heads.part(0, self.part.heads * self.part.head_dim)
-
-    @property
-    def keys(self) -> Rows:
-        return self.heads.part(self.queries.width, self.part.kv_heads * self.part.head_dim)
-
-    @property
-    def values(self) -> Rows:
-        width = self.part.kv_heads * self.part.head_dim
-        return self.heads.part(self.queries.width + width, width)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Temper(HasRows):
-    """queries = queries times a number of their position."""
-
-    READS = ("queries",)
-    WRITES = ("queries",)
-    temperature: Temperature
-    queries: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrepareLatent(HasRows):
-    """out = queries as they meet what pages hold: rotated, and multiplied with what would make keys of latents. The
-    latents, normed, and the shared keys, rotated, are written to a layer's pages.
-
-    Attributes:
-        queries: of each head its content, then what is rotated.
-        latent: the latent, then the shared key.
-        layer: whose pages.
-    """
-
-    READS = ("queries", "latent")
-    WRITES = ("out",)
-    module: LatentAttention
-    queries: Rows
-    latent: Rows
-    out: Rows
-    layer: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpandLatent(HasRows):
-    """out = what each head's matrix makes of the latents that it attended to, which begin each head of x."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    module: LatentAttention
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoreEncoded(HasRows):
-    """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
-
-    READS = ("kv",)
-    part: spec.Attention
-    kv: Rows
-    layer: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attend(HasRows):
-    """out = attention of the queries to the keys and values of their own rows: those in pages, those that lie beside
-    them (an encoder's), or the encoder's pages.
-
-    Attributes:
-        module: what it belongs to.
-        kv: keys and values that lie beside the queries; None where they are in pages.
-        layer: whose pages; None for an encoder.
-    """
-
-    READS = ("queries", "kv")
-    WRITES = ("out",)
-    module: SelfAttention | CrossAttention | LatentAttention
-    queries: Rows
-    kv: tuple[Rows, Rows] | None
-    out: Rows
-    layer: int | None
-
-    @property
-    def part(self) -> spec.Attention:
-        return self.module.part
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Scores beside those of the keys, [heads] float32."""
-        return self.module.sinks if isinstance(self.module, SelfAttention) else None
-
-    @property
-    def backend(self) -> AttentionBackend:
-        return self.module.backend
-
-    @property
-    def is_cross(self) -> bool:
-        """The keys are an encoder's."""
-        return isinstance(self.module, CrossAttention)
-
-    @property
-    def causal(self) -> bool:
-        """A query sees no later key."""
-        return self.part.causal and not self.is_cross
-
-    @property
-    def window(self) -> Sight | None:
-        """What a query sees at most."""
-        return None if self.is_cross else self.part.window
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendByBuckets(HasRows):
-    """out = attention of the queries to keys and values in pages, with the scores that they bring for distances.
-
-    Attributes:
-        scores: for each bucket a number of each head.
-        own: the keys and values of tokens that come next, of which each is seen by its own query alone; queries are of
-            these, then. None: queries are of tokens whose keys are in the pages.
-    """
-
-    READS = ("queries", "scores", "own")
-    WRITES = ("out",)
-    module: BucketedAttention
-    queries: Rows
-    scores: Rows
-    own: tuple[Rows, Rows] | None
-    out: Rows
-    layer: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendGlobally(HasRows):
-    """out = attention of the queries to the keys and values beside them that are near, and to those of global tokens;
-    for global tokens, attention of their own queries to all of their rows' own keys and values.
-
-    Attributes:
-        heads, of_global: queries, keys and values side by side; the second ones are those of global tokens.
-    """
-
-    READS = ("heads", "of_global")
-    WRITES = ("out",)
-    module: GlobalAttention
-    heads: Rows
-    of_global: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendToBlocks(HasRows):
-    """out = attention of the queries to the keys and values beside them that are near, and to those that are made of
-    sums of blocks of their rows' x.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
-
-    READS = ("x", "heads")
-    WRITES = ("out",)
-    module: BlockSumAttention
-    x: Rows
-    heads: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendInBlocks(HasRows):
-    """out = attention of the queries to those of the keys and values beside them that lie in blocks they see.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
-
-    READS = ("heads",)
-    WRITES = ("out",)
-    part: spec.Attention
-    heads: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BeginBeside(HasRows):
-    """Each input of the pass gets these vectors, [count, features], which go through the layers beside its tokens."""
-
-    vectors: nn.Parameter
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendBeside(HasRows):
-    """out = attention of the queries to the keys and values beside them that lie in their block, and to those of the
-    vectors beside the tokens; these gain what they see of all tokens and of each other.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
-
-    READS = ("heads",)
-    WRITES = ("out",)
-    module: StreamAttention
-    heads: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FeedBeside(HasRows):
-    """The vectors beside the tokens gain what a feed-forward network makes of their norms."""
-
-    before: nn.Module | None
-    network: DenseFeedForward
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Activate(HasRows):
-    """out = function(x), or function(a) * b of x = [a | b]."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    function: spec.Activation
-    x: Rows
-    out: Rows
-    gated: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ActivateXielu(HasRows):
-    """out = xielu(x), with the slopes that a layer has learned."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    module: XieluFeedForward
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Open(HasRows):
-    """x = sigmoid(opening) * x, where an opening is one number of each row."""
-
-    READS = ("x", "opening")
-    WRITES = ("x",)
-    opening: Rows
-    x: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MixExperts(HasRows):
-    """out = what each token's experts make of x."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    module: ExpertsFeedForward
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GatherNeighbours(HasRows):
-    """out = the `taps` tokens of x around each, side by side; zeros where a token's own input has none."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    x: Rows
-    out: Rows
-    taps: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeighTaps(HasRows):
-    """out = the sum of the windows x (`GatherNeighbours`) over their taps, each feature's times its own weights."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    module: SpanConvolution
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MixTaps(HasRows):
-    """out = the sum of the windows x over their taps, each head's times the softmax of its scores."""
-
-    READS = ("scores", "x")
-    WRITES = ("out",)
-    module: SpanConvolution
-    scores: Rows
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransformFourier(HasRows):
-    """out = the real part of the Fourier transform of each input's rows x, over tokens and features."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    x: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Concatenate(HasRows):
-    """out = [x | y]."""
-
-    READS = ("x", "y")
-    WRITES = ("out",)
-    x: Rows
-    y: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scale(HasRows):
-    """out = x * y, element by element; out may be x."""
-
-    READS = ("x", "y")
-    WRITES = ("out",)
-    x: Rows
-    y: Rows
-    out: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Add(HasRows):
-    """out = x + y; out may be either."""
-
-    READS = ("x", "y")
-    WRITES = ("out",)
-    x: Rows
-    y: Rows
-    out: Rows
-
 
 Operation = (
     Embed
@@ -640,9 +132,6 @@ def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ..
         found.append(tuple((reads | writes) - needed))
         needed = needed - writes | reads
     return found[::-1]
-
-
-# ---------------------------------------------------------------- from modules to operations
 
 
 def compile_stack(

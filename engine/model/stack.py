@@ -14,11 +14,12 @@ from engine.model.blocks import build_block
 from engine.model.distances import DistanceTable
 from engine.model.embedding import TokenEmbedding, build_embedding
 from engine.model.executor import Executor, fastest
+from engine.model.inputs import Inputs
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes, TwoSidedSlopes
-from engine.model.program import Inputs, Program, compile_stack
+from engine.model.program import Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
 

@@ -19,11 +19,11 @@ from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, build_head
+from engine.model.inputs import Adapters, Inputs, QueryKeeper
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.place import Place
-from engine.model.program import Adapters, Inputs, QueryKeeper
 from engine.model.quantisation import Quantization
 from engine.model.stack import TransformerStack
 

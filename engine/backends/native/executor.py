@@ -26,29 +26,26 @@ from engine.backends.native.rotary import LONGEST_HEAD
 from engine.backends.torch import executor as torch_executor
 from engine.backends.torch.executor import Pass, TorchExecutor
 from engine.model import spec
+from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
 from engine.model.experts import ExpertsFeedForward
+from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.positions import Rotary
-from engine.model.program import (
+from engine.model.operations import (
     Activate,
     Add,
     AddAdapters,
     AllReduce,
-    Attend,
     Embed,
     GatherNeighbours,
-    Inputs,
     MixExperts,
     Multiply,
     Normalize,
     Open,
-    Operation,
-    PrepareHeads,
-    Program,
-    StoreEncoded,
     Take,
 )
+from engine.model.positions import Rotary
+from engine.model.program import Operation, Program
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
 

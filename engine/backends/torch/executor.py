@@ -18,19 +18,7 @@ from engine.backends.torch import attention_blocks, attention_global, attention_
 from engine.backends.torch.attention import OwnKey, QueryBias
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.block_sums import BlockSumAttention
-from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
-from engine.model.global_stream import feed
-from engine.model.global_tokens import find_global
-from engine.model.latent import LatentAttention
-from engine.model.layers import CrossAttention, SelfAttention
-from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
-from engine.model.program import (
-    Activate,
-    ActivateXielu,
-    Add,
-    AddAdapters,
-    AllReduce,
+from engine.model.attention_operations import (
     Attend,
     AttendBeside,
     AttendByBuckets,
@@ -38,31 +26,43 @@ from engine.model.program import (
     AttendInBlocks,
     AttendToBlocks,
     BeginBeside,
+    ExpandLatent,
+    FeedBeside,
+    PrepareHeads,
+    PrepareLatent,
+    StoreEncoded,
+    Temper,
+)
+from engine.model.block_sums import BlockSumAttention
+from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.global_stream import feed
+from engine.model.global_tokens import find_global
+from engine.model.inputs import Inputs
+from engine.model.latent import LatentAttention
+from engine.model.layers import CrossAttention, SelfAttention
+from engine.model.operations import (
+    Activate,
+    ActivateXielu,
+    Add,
+    AddAdapters,
+    AllReduce,
     Concatenate,
     Embed,
     EmbedAhead,
-    ExpandLatent,
-    FeedBeside,
     GatherNeighbours,
     HasRows,
-    Inputs,
     MixExperts,
     MixTaps,
     Multiply,
     Normalize,
     Open,
-    Operation,
-    PrepareHeads,
-    PrepareLatent,
-    Program,
     Scale,
-    StoreEncoded,
     Take,
-    Temper,
     TransformFourier,
     WeighTaps,
-    last_uses,
 )
+from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
+from engine.model.program import Operation, Program, last_uses
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
 from engine.model.tables import Tables

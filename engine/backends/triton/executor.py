@@ -29,21 +29,13 @@ from engine.backends.triton import operations as triton_operations
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.operations import Fused, Join, StoreHeads
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
+from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
+from engine.model.inputs import Inputs
 from engine.model.kernels import GPU_FORMATS
 from engine.model.norms import LayerNorm, RmsNorm
+from engine.model.operations import Add, AddAdapters, AllReduce, Normalize
 from engine.model.positions import Rotary
-from engine.model.program import (
-    Add,
-    AddAdapters,
-    AllReduce,
-    Attend,
-    Inputs,
-    Normalize,
-    Operation,
-    PrepareHeads,
-    PrepareLatent,
-    Program,
-)
+from engine.model.program import Operation, Program
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
 

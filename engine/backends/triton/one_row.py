@@ -25,7 +25,7 @@ from engine.backends.triton import matvec
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.operations import Fused, Join
 from engine.model.layers import Linear
-from engine.model.program import Activate, HasRows, Multiply
+from engine.model.operations import Activate, HasRows, Multiply
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,9 @@ from engine.backends.torch.executor import Handler, Pass
 from engine.backends.triton import norms
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
-from engine.model.program import HasRows, Operation, PrepareHeads
+from engine.model.attention_operations import PrepareHeads
+from engine.model.operations import HasRows
+from engine.model.program import Operation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

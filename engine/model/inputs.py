@@ -1,0 +1,88 @@
+"""What one pass through a stack is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata, Paged
+from engine.model.kernels import LIBRARY, RowForm
+from engine.model.layers import CrossPages, Linear
+
+
+class Adapters(Protocol):
+    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
+
+    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
+        """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
+        ...
+
+
+class QueryKeeper(Protocol):
+    """Is shown the queries of a pass to an encoder's keys."""
+
+    def __call__(self, layer: int, queries: Tensor) -> None:
+        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
+
+    Attributes:
+        token_ids, positions: [Tp].
+        metadata: the rows that the T tokens form.
+        min_rows: fewest rows of a matrix product whose rows do not depend on each other
+            (`engine.execution.invariance`).
+        caches: the pages of each decoder layer; None for an encoder alone.
+        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
+        cross: where each row finds the encoder's K and V, for decoders that attend to one.
+        types: [Tp] the segment of each token; None: all are of the first.
+        boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
+        rotary_positions: [Tp] the rows of rotary tables; None: positions are.
+        adapters: None where no row has one.
+        form: how a token alone is computed on a GPU.
+        given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
+        signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
+        keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    tokens: int
+    min_rows: int = 1
+    caches: Sequence[Paged] | None = None
+    slots: Tensor | None = None
+    cross: CrossPages | None = None
+    types: Tensor | None = None
+    boxes: Tensor | None = None
+    rotary_positions: Tensor | None = None
+    adapters: Adapters | None = None
+    form: RowForm = LIBRARY
+    given: Tensor | None = None
+    signals: Sequence[Tensor] = ()
+    keeper: QueryKeeper | None = None
+
+    @property
+    def needs_torch(self) -> bool:
+        """Something takes part for which no executor but torch's has kernels."""
+        return self.adapters is not None or self.keeper is not None
+
+    @staticmethod
+    def of_rows(x: Tensor) -> Inputs:
+        """For a program that takes rows x [N, features] which are independent of each other."""
+        places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
+        metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))
+        return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
+
+    @property
+    def rotary_rows(self) -> Tensor:
+        """[Tp] the rows of rotary tables."""
+        return self.positions if self.rotary_positions is None else self.rotary_positions
