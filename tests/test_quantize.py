@@ -27,9 +27,10 @@ from test_stored_weights import ORACLE
 
 from cli.main import main
 from engine import EngineConfig, inspect_model, quantise_checkpoint
+from engine.backends.native.gemm import Quantised
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.loading import find_quantization
-from engine.model import quantised_writing
+from engine.model import quantised_loading, quantised_writing
 from engine.model.checkpoint import read_config
 from engine.model.families import stored_scheme
 from engine.model.quantisation import Quantization, quantise
@@ -46,11 +47,23 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
+def as_written(weight: torch.Tensor, kind: Quantization) -> Quantised:
+    """As it stands in a file, which has no minima of 4 bits."""
+    return quantise(weight, kind, symmetric=kind == "int4")
+
+
+@pytest.fixture
+def without_minima(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made at load has none either, so that it is the same as what was written."""
+    monkeypatch.setattr(quantised_loading, "quantise", as_written)
+
+
 def write(source: Path, folder: Path, kind: Quantization, **more: Any) -> Path:
     quantise_checkpoint(str(source), folder, kind, show_progress=False, **more)
     return folder
 
 
+@pytest.mark.usefixtures("without_minima")
 @each_kind
 def test_it_is_served_as_the_original_is_with_that_quantization(
     kind: Quantization, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -84,6 +97,7 @@ WAYS = ("bart", "bert-masked", "convbert", "dbrx", "deepseek-v3", "falcon-alibi"
         "phi3-factors-by-request", "qwen2-moe", "switch-experts", "t5-own-head-scaled")  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_minima")
 @pytest.mark.parametrize(("shape", "make"), [case for case in cases() if case.id in WAYS])
 @pytest.mark.slow
 def test_every_way_of_a_table(shape: Any, make: Callable[[Any, Path], Any], tmp_path: Path) -> None:
@@ -94,6 +108,7 @@ def test_every_way_of_a_table(shape: Any, make: Callable[[Any, Path], Any], tmp_
     assert_same(load(source, None), load(folder, None))
 
 
+@pytest.mark.usefixtures("without_minima")
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "granite"])
 def test_what_has_no_place_stays_plain(name: str, tmp_path: Path) -> None:
     """A row that fills no group; and what a family multiplies by a number."""
@@ -160,7 +175,7 @@ def test_the_library_reads_what_is_meant(
     assert LAYER in modules
     for module in modules:
         parts = {key.rpartition(".")[2]: tensor for key, tensor in stored.items() if key.startswith(f"{module}.")}
-        ours = quantise(original[f"{module}.weight"], kind)
+        ours = as_written(original[f"{module}.weight"], kind)
         theirs = compressor.decompress(dict(parts), scheme)["weight"]
         assert torch.equal(theirs, ours.dense().to(theirs.dtype))
         wider = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
@@ -192,7 +207,7 @@ def test_transformers_reads_it(llama: Path, tmp_path: Path) -> None:
         folder, numbers = write(llama, tmp_path / kind, kind), tmp_path / f"{kind}.pt"
         stored = load_file(folder / SINGLE_FILE)
         modules = [key.removesuffix(".weight_packed") for key in stored if key.endswith(".weight_packed")]
-        torch.save({f"{m}.weight": quantise(original[f"{m}.weight"], kind).dense() for m in modules}, numbers)
+        torch.save({f"{m}.weight": as_written(original[f"{m}.weight"], kind).dense() for m in modules}, numbers)
         arguments += [str(folder), str(llama), str(numbers)]
     found = subprocess.run(
         [sys.executable, "-c", READER, *arguments],
@@ -201,6 +216,7 @@ def test_transformers_reads_it(llama: Path, tmp_path: Path) -> None:
     assert (found.returncode, found.stdout) == (0, "read\nread\n"), found.stderr
 
 
+@pytest.mark.usefixtures("without_minima")
 def test_other_checkpoints_of_the_format_are_taken_as_they_are_if_that_is_asked_for(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

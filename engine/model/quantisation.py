@@ -1,10 +1,10 @@
 """Weights of few bits made from those of a checkpoint, and their products where there are no kernels of our own.
 
-Embeddings and norms keep their format. int8 and int4 have a scale for each `gemm.GROUP` inputs of an output, int8-fast
-has one for each output. On a CPU activations become int8 in the product, with a scale for each group of a row, or for
-each row. What torch computes there is what `engine.backends.native.gemm` computes, from the same numbers: sums of
-integers are exact, so that a row's result depends on nothing but that row here as well. On a GPU, where there is no
-int8-fast, activations keep their format and weights are widened (`device_product`).
+Embeddings and norms keep their format. int8 has a scale for each `gemm.GROUP` inputs of an output, int4 a scale and a
+minimum, int8-fast a scale for each output. On a CPU activations become int8 in the product, with a scale for each group
+of a row, or for each row. What torch computes there is what `engine.backends.native.gemm` computes, from the same
+numbers: sums of integers are exact, so that a row's result depends on nothing but that row here as well. On a GPU,
+where there is no int8-fast, activations keep their format and weights are widened (`device_product`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Quantization = Literal["int8", "int8-fast", "int4"]
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
-_TINY8, _TINY4 = 2.0**-100, 1e-17  # largest weights of a row or group below this are zeros
-_TRIED, _STEP = 4, 0.25
+_TINY8, _TINY4 = 2.0**-100, 1e-17  # what no product would notice: largest weights of 8 bits, differences of 4
+_TRIED = 4  # scales on either side of the plain one
 _ROWS = 4096  # of groups, quantised at a time
 
 
@@ -52,7 +52,7 @@ def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
         return outputs * (inputs + 4)
     if kind == "int8":
         return outputs * (inputs + 2 * -(-inputs // GROUP))
-    return outputs * -(-inputs // GROUP) * (GROUP // 2 + 2)
+    return outputs * -(-inputs // GROUP) * (GROUP // 2 + 4)
 
 
 def warn_if_slow(device: torch.device) -> None:
@@ -69,14 +69,18 @@ def quantiser() -> str:
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
-def quantise(weight: Tensor, kind: Quantization) -> Quantised:
-    """The weight [outputs, inputs] in few bits, on the CPU."""
+def quantise(weight: Tensor, kind: Quantization, symmetric: bool = False) -> Quantised:
+    """The weight [outputs, inputs] in few bits, on the CPU.
+
+    Args:
+        symmetric: of int4, see `gemm.quantise_int4`.
+    """
     weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
-        return quantise_by_torch(weight, kind)
-    return _QUANTISERS[kind](weight)
+        return quantise_by_torch(weight, kind, symmetric)
+    return gemm.quantise_int4(weight, symmetric=True) if symmetric else _QUANTISERS[kind](weight)
 
 
 def product(
@@ -121,48 +125,83 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
     return gemm.matmul(packed, x.float()).to(x.dtype)
 
 
-def quantise_by_torch(weight: Tensor, kind: Quantization) -> Quantised:
+def quantise_by_torch(weight: Tensor, kind: Quantization, symmetric: bool = False) -> Quantised:
     """What the quantisers of `gemm` make, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
         steps, scales = _steps(weight)
         return Quantised(steps.to(torch.int8), scales, inputs)
-    groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
     if kind == "int8":
+        groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
         steps, scales = _steps(groups, torch.bfloat16)
         values = steps.to(torch.int8).view(outputs, -1)[:, :inputs].contiguous()
         return Quantised(values, scales.view(outputs, -1), inputs)
-    made = [_quantise_groups(part) for part in torch.split(groups, _ROWS)]
-    values = torch.cat([part[0] for part in made]) if made else groups.new_empty(0, GROUP, dtype=torch.uint8)
-    scales = torch.cat([part[1] for part in made]) if made else groups.new_empty(0, dtype=torch.bfloat16)
-    return Quantised(gemm.join_levels(values.view(outputs, -1, GROUP)), scales.view(outputs, -1), inputs)
+    if not weight.numel():
+        values = torch.empty(outputs, -(-inputs // GROUP), GROUP // 2, dtype=torch.uint8)
+        return Quantised(values, torch.empty(*values.shape[:2], 2, dtype=torch.float16), inputs)
+    places = torch.arange(-(-inputs // GROUP) * GROUP).clamp(max=inputs - 1)  # past the end the last one again
+    groups = weight.float()[:, places].view(-1, GROUP)
+    made = [_quantise_groups(part, symmetric) for part in torch.split(groups, _ROWS)]
+    levels, lines = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return Quantised(gemm.join_levels(levels.view(outputs, -1, GROUP)), lines.view(outputs, -1, 2), inputs)
 
 
-def _quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from 0 to 15 and scales of groups [N, GROUP]: of several scales the one with the least squared error."""
-    most = weights.abs().amax(1)
-    finite = most.isfinite()
+def _quantise_groups(weights: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Integers from 0 to 15 of groups [N, GROUP], and float16 scales and minima [N, 2]: of several lines the one of
+    least squared error."""
+    finite = weights.isfinite().all(1)
     weights = torch.where(finite[:, None], weights, 0)
-    extreme = torch.where((weights == -most[:, None]).any(1), -most, most)
-    inverse = 1 / extreme
-    best, highest = torch.zeros_like(most), torch.zeros_like(most)
+    found = _best_symmetric(weights) if symmetric else _best_lines(weights)
+    lines = torch.stack(found, 1).half()
+    lines[lines.isinf()] = torch.nan
+    scales, minima = lines.float().unbind(1)
+    levels = torch.where(scales[:, None] != 0, _levels(weights, minima, 1 / scales), 0)
+    lines[~finite] = torch.nan
+    return torch.where(finite[:, None], levels, 0).to(torch.uint8), lines
+
+
+def _best_lines(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [N]. For the integers that a scale near the plain one gives, the line through the weights is
+    that of linear regression. Weights are counted from the lowest, so that nothing cancels."""
+    lowest, highest = weights.aminmax(dim=1)
+    spread = highest - lowest
+    counted = weights - lowest[:, None]
+    total = counted.sum(1)
+    best_scale, best_least, most = torch.zeros_like(lowest), torch.zeros_like(lowest), torch.zeros_like(lowest)
     for i in range(-_TRIED, _TRIED + 1):
-        levels = _levels(weights, (-8 + _STEP * i) * inverse)
-        with_weights, with_themselves = (levels * weights).sum(1), levels.square().sum(1)
-        # With these integers the best scale is a / b, and the squared error is that of 0 less a² / b.
-        scale = torch.where(with_themselves > 0, with_weights / with_themselves, 0)
-        explained = with_weights * scale
-        better = explained > highest
-        highest = torch.where(better, explained, highest)
-        best = torch.where(better, scale, best)
-    scales = torch.where(finite & (most > _TINY4), best, 0).bfloat16()
-    used = scales.float()
-    levels = torch.where(used[:, None] != 0, _levels(weights, 1 / used), 0)
-    return (levels + 8).to(torch.uint8), torch.where(finite, scales, torch.nan)
+        levels = _levels(weights, lowest, (15 + 0.2 * i) / spread)
+        integers, squares, products = levels.sum(1), levels.square().sum(1), (levels * counted).sum(1)
+        scale = (GROUP * products - integers * total) / (GROUP * squares - integers.square())
+        least = (total - scale * integers) / GROUP
+        explained = scale * products + least * total  # the squared error is that of 0 less this
+        better = explained > most
+        best_scale, best_least, most = (
+            torch.where(better, new, old) for new, old in ((scale, best_scale), (least, best_least), (explained, most))
+        )
+    some = spread > _TINY4
+    return torch.where(some, best_scale, 0), lowest + torch.where(some, best_least, spread / 2)
 
 
-def _levels(weights: Tensor, reciprocal: Tensor) -> Tensor:
-    return (weights * reciprocal[:, None]).clamp(-8, 7).round().nan_to_num(0.0)
+def _best_symmetric(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [N], in the bits of bfloat16, and -8 times these: near that integer comes the weight of the largest
+    magnitude."""
+    lowest, highest = weights.aminmax(dim=1)
+    extreme = torch.where(-lowest >= highest, lowest, highest)
+    best, most = torch.zeros_like(extreme), torch.zeros_like(extreme)
+    for i in range(-_TRIED, _TRIED + 1):
+        reciprocal = (0.25 * i - 8) / extreme
+        levels = _levels(weights, -8 / reciprocal, reciprocal) - 8
+        products = (levels * weights).sum(1)
+        scale = products / levels.square().sum(1)
+        explained = products * scale
+        better = explained > most
+        best, most = torch.where(better, scale, best), torch.where(better, explained, most)
+    scales = torch.where(extreme.abs() > _TINY4, best, 0).bfloat16().float()
+    return scales, -8 * scales
+
+
+def _levels(weights: Tensor, minima: Tensor, reciprocals: Tensor) -> Tensor:
+    return ((weights - minima[:, None]) * reciprocals[:, None]).clamp(0, 15).round().nan_to_num(0.0)
 
 
 def _steps(x: Tensor, kept: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -206,11 +245,15 @@ def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
 
 
 def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
-    rows, (outputs, groups) = len(x), made.scales.shape
+    rows, (outputs, groups) = len(x), made.scales.shape[:2]
     steps, scales = _steps(F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP))
     steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
-    total, integers = torch.zeros(rows, outputs), made.integers()
+    total, integers, factors = torch.zeros(rows, outputs), made.integers(), made.scales.float()
     for group in range(groups):  # in order, as the kernels add them
-        sums = steps[:, group] @ integers[:, group].float().T
-        total += sums * scales[:, group] * made.scales[:, group].float()
+        sums = steps[:, group] @ integers[:, group].float().T * scales[:, group]
+        if made.has_minima:
+            total += sums * factors[:, group, 0]
+            total += steps[:, group].sum(1, keepdim=True) * scales[:, group] * factors[:, group, 1]
+        else:
+            total += sums * factors[:, group]
     return total

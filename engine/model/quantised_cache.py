@@ -37,7 +37,7 @@ from engine.model.weight_files import header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 2
+FORMAT = 3
 """Changes with the numbers that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -45,7 +45,10 @@ _ABANDONED_SECONDS = 24 * 3600
 _UNFINISHED = ".octavo-writing-"
 _OURS = re.compile(r"(int4|int8|int8-fast)-[0-9a-f]{32}\.safetensors")
 _CHECKSUMS = "checksums"
-_STORED = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8"}
+_STORED = {
+    torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
+    torch.int8: "I8",
+}  # fmt: skip
 _THREADS = 4  # checksums are made as fast as memory is read, by few threads
 
 
@@ -101,7 +104,10 @@ class Matrix:
         """How scales are stored."""
         if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
-        return torch.bfloat16, (self.count, self.outputs, -(-self.inputs // GROUP))
+        groups = -(-self.inputs // GROUP)
+        if self.kind == "int4":
+            return torch.float16, (self.count, self.outputs, groups, 2)
+        return torch.bfloat16, (self.count, self.outputs, groups)
 
 
 class Cache:

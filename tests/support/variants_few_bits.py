@@ -5,14 +5,14 @@ from __future__ import annotations
 from engine.backends.triton.few_bits import _WIDENED, STAGES, rows_kernel, tiling, widen_kernel
 from support.gpu import Variant
 
-VALUES = {8: "*i8", 4: "*u8"}
+VALUES, SCALES = {8: "*i8", 4: "*u8"}, {8: "*bf16", 4: "*i32"}
 
 
 def _rows(
     rows: int, outputs: int, features: int, bits: int, capabilities: tuple[int, ...], kind: str = "*bf16", out: str = ""
 ) -> Variant:
     how = tiling(rows, outputs, 4 if kind == "*fp32" else 2)
-    pointers = {"x": kind, "weight": VALUES[bits], "scales": "*bf16", "out": out or kind}
+    pointers = {"x": kind, "weight": VALUES[bits], "scales": SCALES[bits], "out": out or kind}
     constants = {"bias": None, "SIZE": features, "BITS": bits, "ROWS": how.rows, "OUTPUTS": how.outputs}
     return Variant(
         name=f"rows: {rows} of {features} {kind} to {outputs}, {bits} bits",
@@ -30,7 +30,7 @@ def _widen(features: int, bits: int, capability: int) -> Variant:
     return Variant(
         name=f"widen: {features} features, {bits} bits",
         kernel=widen_kernel,
-        signature={"weight": VALUES[bits], "scales": "*bf16", "out": "*bf16", "first": "i32", "width": "i32"},
+        signature={"weight": VALUES[bits], "scales": SCALES[bits], "out": "*bf16", "first": "i32", "width": "i32"},
         constants={"SIZE": features, "BITS": bits, "ROWS": rows, "BLOCK": block},
         capabilities=(capability,),
     )

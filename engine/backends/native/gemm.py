@@ -1,9 +1,9 @@
 """Products with weights that were laid out once, of any number of rows: y = x @ weight.T + bias on a CPU.
 
-Weights are float32, bfloat16, int8 or 4 bits with a scale for each GROUP inputs of an output, or int8 with a scale for
-each output ("int8_fast"). Sums are float32; for int8 and 4 bits the activations are quantised too, with as many scales
-as the weights have, and sums are integers first. A row of y is the same to the bit whatever other rows there are, and
-however many threads.
+Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
+for each, or int8 with a scale for each output ("int8_fast"). Sums are float32; for int8 and 4 bits the activations are
+quantised too, with as many scales as the weights have, and sums are integers first. A row of y is the same to the bit
+whatever other rows there are, and however many threads.
 
     packed = pack(weight, bias)                        # float32, bfloat16, by vectors or by Intel's matrix tiles
     packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
@@ -44,7 +44,7 @@ _PACK_INT8_FAST = Kernel("gemm_pack_int8_fast", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
 _QUANTISE = {
     (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
-    for bits in ("int8", "int8_fast", "int4")
+    for bits in ("int8", "int8_fast", "int4", "int4_symmetric")
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
@@ -61,7 +61,8 @@ class Quantised:
     Attributes:
         values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
             `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
-        scales: bfloat16 [outputs, groups], or float32 [outputs].
+        scales: of int8 bfloat16 [outputs, groups], or float32 [outputs]; of 4 bits float16 [outputs, groups, 2], a
+            scale and a minimum: a weight is level * scale + minimum.
         inputs: how long a row is.
     """
 
@@ -73,16 +74,26 @@ class Quantised:
         """The weight that this stands for, float32 [outputs, inputs]."""
         if self.scales.dim() == 1:
             return self.values.float() * self.scales[:, None]
-        return (self.integers().float() * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+        scales = self.scales.float()
+        if self.has_minima:
+            groups = self.levels().float() * scales[..., :1] + scales[..., 1:]
+        else:
+            groups = self.integers().float() * scales[..., None]
+        return groups.flatten(1)[:, : self.inputs]
+
+    @property
+    def has_minima(self) -> bool:
+        """It has 4 bits."""
+        return self.values.dtype == torch.uint8
 
     def integers(self) -> Tensor:
-        """Where groups have scales, int8 [outputs, groups, GROUP]: what these multiply, and 0 past a row's end."""
-        if self.values.dtype == torch.int8:
-            return F.pad(self.values, (0, -self.inputs % GROUP)).view(len(self.values), -1, GROUP)
-        return self.levels().to(torch.int8) - 8
+        """Where groups have scales, [outputs, groups, GROUP]: what these multiply; of int8 0 past a row's end."""
+        if self.has_minima:
+            return self.levels()
+        return F.pad(self.values, (0, -self.inputs % GROUP)).view(len(self.values), -1, GROUP)
 
     def levels(self) -> Tensor:
-        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15, which stand for -8 to 7, with 8 past a row's end."""
+        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15; those past a row's end stand for nothing."""
         pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
 
@@ -162,8 +173,11 @@ def quantise_int8_fast(weight: Tensor) -> Quantised:
     return _quantised("int8_fast", weight, made)
 
 
-def quantise_int4(weight: Tensor) -> Quantised:
-    """Integers of 4 bits and for each GROUP inputs the scale that, of 9 tried, has the least squared error.
+def quantise_int4(weight: Tensor, symmetric: bool = False) -> Quantised:
+    """Integers of 4 bits and for each GROUP inputs the scale and minimum of least squared error among 9 tried.
+
+    Args:
+        symmetric: minima are -8 scales, which have the bits of bfloat16; so other programs keep weights of 4 bits.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
@@ -171,9 +185,8 @@ def quantise_int4(weight: Tensor) -> Quantised:
     weight = _matrix(weight)
     outputs, groups = weight.shape[0], _groups(weight.shape[1])
     values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
-    return _quantised(
-        "int4", weight, Quantised(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
-    )
+    made = Quantised(values, torch.empty(outputs, groups, 2, dtype=torch.float16), weight.shape[1])
+    return _quantised("int4_symmetric" if symmetric else "int4", weight, made)
 
 
 def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
@@ -218,7 +231,7 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
-    _check(made.scales, torch.bfloat16, (outputs, groups))
+    _check(made.scales, torch.float16, (outputs, groups, 2))
     return _laid_out("int4", _PACK_INT4, made, bias)
 
 

@@ -1,11 +1,11 @@
 """Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
 
-A weight is an integer times the scale of its group (`engine.backends.native.gemm.Quantised`), in memory as on a CPU:
-8.5 and 4.5 bits for each. One row alone has the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows have one
-that reads each weight once, for all of them: a tile is widened, rounded to the rows' format, and multiplied by matrix
-instructions. Of more rows the product is the library's: a piece of the matrix is widened to that format in memory, and
-multiplied, and then the next one. It has no more than `SCRATCH` bytes, which an H200 still has in its second cache when
-it multiplies.
+A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
+(`engine.backends.native.gemm.Quantised`), in memory as on a CPU: 8.5 and 5 bits for each. One row alone has the kernels
+of `engine.backends.triton.matvec`. Up to `FEW` rows have one that reads each weight once, for all of them: a tile is
+widened, rounded to the rows' format, and multiplied by matrix instructions. Of more rows the product is the library's:
+a piece of the matrix is widened to that format in memory, and multiplied, and then the next one. It has no more than
+`SCRATCH` bytes, which an H200 still has in its second cache when it multiplies.
 
 The order of a sum depends on the matrix's shape and the number of rows; nothing is added atomically.
 """
@@ -80,27 +80,41 @@ def bytes_of(weight, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Scales [R, BLOCK / 32] of the same; 0 past a row's end."""
+    """Scales [R, BLOCK / 32] of the same; of 4 bits scales and minima, in the lower and upper half of 32 bits. 0 past a
+    row's end."""
     GROUPS: tl.constexpr = (SIZE + 31) // 32
     group = begin // 32 + tl.arange(0, BLOCK // 32)
     mask = there[:, None] & (group < GROUPS)[None, :]
-    return tl.load(scales + rows[:, None].to(tl.int64) * GROUPS + group[None, :], mask=mask, other=0.0)
+    return tl.load(scales + rows[:, None].to(tl.int64) * GROUPS + group[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def widened(integers, scales, BITS: tl.constexpr):
-    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; exact, but for products of more than
-    24 bits, which there are none of."""
+    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; products are exact."""
     ROWS: tl.constexpr = scales.shape[0]
     GROUPS: tl.constexpr = scales.shape[1]
     if BITS == 4:  # of every eight four are in lower halves, and the next four in upper ones
         fours = tl.reshape(integers, (ROWS, GROUPS * 4, 4))
         pairs = tl.permute(tl.join(fours & 15, fours >> 4), (0, 1, 3, 2))
-        numbers = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(tl.float32) - 8.0
+        levels = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(tl.float32)
+        numbers = levels * _each(_half_of(scales)) + _each(_half_of(scales >> 16))
     else:
-        numbers = integers.to(tl.float32)
-    each = tl.broadcast_to(scales.to(tl.float32)[:, :, None], (ROWS, GROUPS, 32))
-    return numbers * tl.reshape(each, (ROWS, GROUPS * 32))
+        numbers = integers.to(tl.float32) * _each(scales.to(tl.float32))
+    return numbers
+
+
+@triton.jit
+def _half_of(words):
+    """float32 of the float16 in the lower halves of words."""
+    return (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _each(factors):
+    """What groups [R, GROUPS] have, for each of their features: [R, GROUPS * 32]."""
+    ROWS: tl.constexpr = factors.shape[0]
+    GROUPS: tl.constexpr = factors.shape[1]
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, GROUPS, 32)), (ROWS, GROUPS * 32))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -148,7 +162,12 @@ def widen_kernel(
 
 def bits(weight: Quantised) -> int:
     """Of an integer: 8 or 4."""
-    return 8 if weight.values.dtype == torch.int8 else 4
+    return 4 if weight.has_minima else 8
+
+
+def scales_in(weight: Quantised) -> Tensor:
+    """Scales as kernels read them, [outputs, groups]: bfloat16; of 4 bits int32, with the minimum in the upper half."""
+    return weight.scales.view(torch.int32).squeeze(-1) if weight.has_minima else weight.scales
 
 
 def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -170,7 +189,7 @@ def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: 
     elif _has_kernel(len(rows), x.element_size()):
         how = tiling(len(rows), outputs, x.element_size())
         rows_kernel[(triton.cdiv(outputs, how.outputs),)](
-            rows, weight.values, weight.scales, bias, out, len(rows), outputs,
+            rows, weight.values, scales_in(weight), bias, out, len(rows), outputs,
             SIZE=weight.inputs, BITS=bits(weight), ROWS=how.rows, OUTPUTS=how.outputs, BLOCK=how.block, STAGES=STAGES,
             num_warps=how.warps,
         )  # fmt: skip
@@ -188,7 +207,7 @@ def widen(weight: Quantised, dtype: torch.dtype, first: int, last: int) -> Tenso
     out = torch.empty(last - first, weight.inputs, dtype=dtype, device=weight.values.device)
     rows, block = _WIDENED
     widen_kernel[(triton.cdiv(last - first, rows), triton.cdiv(weight.inputs, block))](
-        weight.values, weight.scales, out, first, last - first,
+        weight.values, scales_in(weight), out, first, last - first,
         SIZE=weight.inputs, BITS=bits(weight), ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
@@ -219,7 +238,8 @@ def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
     values, scales, inputs = weight.values, weight.scales, weight.inputs
     groups = -(-inputs // GROUP)
     shape = (inputs,) if values.dtype == torch.int8 else (groups, GROUP // 2)
-    if values.shape[1:] != shape or scales.shape != (len(values), groups):
+    lines = (2,) if weight.has_minima else ()
+    if values.shape[1:] != shape or scales.shape != (len(values), groups, *lines):
         raise ValueError(
             f"a weight of {inputs} features is not {list(values.shape)} of {values.dtype} with scales "
             f"{list(scales.shape)}"

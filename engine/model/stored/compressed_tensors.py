@@ -121,7 +121,7 @@ def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
     integers = made.levels().view(outputs, -1) if kind == "int4" else made.values.view(torch.uint8) ^ _SIGN
     return {
         ".weight_packed": packed(integers, _BITS[kind]),
-        ".weight_scale": made.scales,
+        ".weight_scale": made.scales[..., 0].bfloat16() if kind == "int4" else made.scales,
         ".weight_shape": torch.tensor([outputs, made.inputs]),
     }
 
@@ -156,7 +156,8 @@ def _as_groups(words: Tensor, scales: Tensor, *, bits: int) -> Quantised:
     outputs, inputs = integers.shape
     if bits == 8:
         return Quantised((integers ^ _SIGN).view(torch.int8), scales, inputs)
-    return Quantised(join_levels(integers.view(outputs, -1, GROUP)), scales, inputs)
+    lines = torch.stack((scales, -8 * scales), -1).half()
+    return Quantised(join_levels(integers.view(outputs, -1, GROUP)), lines, inputs)
 
 
 def _as_rows(values: Tensor, scales: Tensor) -> Quantised:

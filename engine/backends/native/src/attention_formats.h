@@ -13,23 +13,6 @@ using Unit = uint32_t;
 
 // ---- float32 from the formats that only attention reads; `count` elements of a vector, the others are 0
 
-OCTAVO_INLINE float widened(float16 half) {
-  const uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000) << 16, rest = half.bits & 0x7fff;
-  const uint32_t largest = rest >= 0x7c00 ? 0x70000000u : 0;  // infinite or not a number
-  uint32_t bits = (rest << 13) + largest;
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  value *= 0x1p112f;  // the difference of the exponents' biases; subnormal numbers become normal
-  if (largest) {
-    bits = 0x7f800000u | rest << 13;
-    __builtin_memcpy(&value, &bits, sizeof value);
-  }
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  bits |= sign;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 OCTAVO_INLINE float widened(bfloat16 value) {
   const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
   float wide;
@@ -50,15 +33,9 @@ OCTAVO_INLINE Vector read(const float16* from, int64_t count) {
   const auto mask = static_cast<__mmask16>(count >= WIDTH ? 0xffff : (1u << count) - 1);
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
 #else
-  uint16_t parts[WIDTH] = {};
+  float16 parts[WIDTH] = {};
   __builtin_memcpy(parts, from, 2 * static_cast<size_t>(smaller(count, WIDTH)));
-#if defined(__F16C__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(parts)));
-#else
-  Vector v;
-  for (int64_t i = 0; i < WIDTH; ++i) v[i] = widened(float16{parts[i]});
-  return v;
-#endif
+  return load(parts);
 #endif
 }
 

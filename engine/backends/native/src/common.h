@@ -20,7 +20,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// An IEEE half, which only pages hold.
+// An IEEE half, which pages hold, and scales of weights of 4 bits.
 struct float16 {
   uint16_t bits;
 };

@@ -1,84 +1,123 @@
 // Weights of few bits, made from float32 or bfloat16 once, at load.
 #include "gemm_groups.h"
+#include "pages.h"
 
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t VECTORS = GROUP / WIDTH;
-constexpr float LOWEST = -8, HIGHEST = 7;
+OCTAVO_INLINE float nearest_bfloat16(float value) { return widen(narrow(all(value)))[0]; }
 
-// Weights of a group, and how well a scale serves them.
+// Integers of numbers that have no fraction.
+OCTAVO_INLINE Integers whole(Vector v) { return __builtin_convertvector(v, Integers); }
+
+constexpr int64_t VECTORS = GROUP / WIDTH;
+constexpr float STEPS = 15;    // from the least integer to the largest
+constexpr float MIDDLE = 8;    // the integer that stands for 0 where the minimum is -8 scales
+constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
+constexpr int TRIED = 4;       // scales on either side of the plain one
+
+// What integers are multiplied by, and what is then added.
+struct Line {
+  float scale, least;
+};
+
+// Weights of a group, and how well lines serve them. Where a row ends within the group, its last weight stands again.
 struct Group {
   Vector values[VECTORS];
+  float lowest, highest;
 
-  // The nearest of the 16 integers to each weight over the scale whose reciprocal is given.
-  OCTAVO_INLINE_MEMBER Vector level(int64_t i, float reciprocal) const {
+  template <class T>
+  OCTAVO_INLINE_MEMBER Group(const T* weights, int64_t size) {
+    Vector low = all(__builtin_inff()), high = all(-__builtin_inff());
+    T padded[GROUP];
+    if (size < GROUP) {
+      for (int64_t i = 0; i < GROUP; ++i) padded[i] = weights[smaller(i, size - 1)];
+      weights = padded;
+    }
+    for (int64_t i = 0; i < VECTORS; ++i) {
+      values[i] = load(weights + i * WIDTH);
+      low = minimum(low, values[i]);
+      high = maximum(high, values[i]);
+    }
+    highest = largest(high);
+    lowest = -largest(-low);
+  }
+
+  // The nearest integer to each weight, from 0 to STEPS.
+  OCTAVO_INLINE_MEMBER Vector level(int64_t i, float least, float reciprocal) const {
     constexpr float SHIFT = 12582912.0f;
-    const Vector wanted = minimum(maximum(values[i] * all(reciprocal), all(LOWEST)), all(HIGHEST));
+    const Vector wanted = minimum(maximum((values[i] - all(least)) * all(reciprocal), Vector{}), all(STEPS));
     return wanted + all(SHIFT) - all(SHIFT);
   }
 
-  // For the integers that a reciprocal gives: their products with the weights, and with themselves, summed.
-  OCTAVO_INLINE_MEMBER void sums(float reciprocal, float& with_weights, float& with_themselves) const {
-    Vector products{}, squares{};
-    for (int64_t i = 0; i < VECTORS; ++i) {
-      const Vector q = level(i, reciprocal);
-      products += q * values[i];
-      squares += q * q;
+  // Of several lines the one of least squared error: for the integers that a scale near the plain one gives, the line
+  // through the weights is that of linear regression. Weights are counted from the lowest, so that nothing cancels.
+  OCTAVO_INLINE_MEMBER Line best() const {
+    constexpr float COUNT = GROUP;
+    const float range = highest - lowest;
+    if (!(range > TINY)) return {0, lowest + range / 2};
+    Vector weights{};
+    for (int64_t i = 0; i < VECTORS; ++i) weights += values[i] - all(lowest);
+    const float weight = sum(weights);
+    Line best{};
+    float highest_gain = 0;
+    for (int i = -TRIED; i <= TRIED; ++i) {
+      const float reciprocal = (STEPS + 0.2f * static_cast<float>(i)) / range;
+      Vector integers{}, squares{}, products{};
+      for (int64_t j = 0; j < VECTORS; ++j) {
+        const Vector q = level(j, lowest, reciprocal);
+        integers += q;
+        squares += q * q;
+        products += q * (values[j] - all(lowest));
+      }
+      const float integer = sum(integers), square = sum(squares), product = sum(products);
+      // The integers differ, so that nothing is divided by 0. The squared error is that of 0 less the gain.
+      const float scale = (COUNT * product - integer * weight) / (COUNT * square - integer * integer);
+      const float least = (weight - scale * integer) / COUNT, gain = scale * product + least * weight;
+      if (gain > highest_gain) {
+        highest_gain = gain;
+        best = {scale, least};
+      }
     }
-    with_weights = sum(products);
-    with_themselves = sum(squares);
+    return {best.scale, lowest + best.least};
+  }
+
+  // The same of lines through 0, whose minimum is -MIDDLE scales: that integer comes near the weight of the largest
+  // magnitude. Scales have the bits of bfloat16, in which other programs keep them.
+  OCTAVO_INLINE_MEMBER Line best_symmetric() const {
+    const float extreme = -lowest >= highest ? lowest : highest;
+    if (!(__builtin_fabsf(extreme) > TINY)) return {0, 0};
+    float best = 0, highest_gain = 0;
+    for (int i = -TRIED; i <= TRIED; ++i) {
+      const float reciprocal = (0.25f * static_cast<float>(i) - MIDDLE) / extreme;
+      Vector products{}, squares{};
+      for (int64_t j = 0; j < VECTORS; ++j) {
+        const Vector q = level(j, -MIDDLE / reciprocal, reciprocal) - all(MIDDLE);
+        products += q * values[j];
+        squares += q * q;
+      }
+      // One of the integers is at least 6, so that nothing is divided by 0.
+      const float product = sum(products), scale = product / sum(squares), gain = product * scale;
+      best = gain > highest_gain ? scale : best;
+      highest_gain = gain > highest_gain ? gain : highest_gain;
+    }
+    const float scale = nearest_bfloat16(best);
+    return {scale, -MIDDLE * scale};
   }
 };
 
-OCTAVO_INLINE float nearest_bfloat16(float value, bfloat16& rounded) {
-  const Vector all_of_it = all(value);
-  rounded.bits = narrow(all_of_it)[0];
-  return widen(narrow(all_of_it))[0];
-}
-
-// The scale of least squared error among those tried; -8 of it come near the weight of the largest magnitude.
-OCTAVO_INLINE float best_scale(const Group& group, float extreme) {
-  constexpr int TRIED = 4;
-  const float inverse = 1 / extreme;
-  float best = 0, highest = 0;
-  for (int i = -TRIED; i <= TRIED; ++i) {
-    float with_weights, with_themselves;
-    group.sums((LOWEST + 0.25f * static_cast<float>(i)) * inverse, with_weights, with_themselves);
-    // With these integers the best scale is a / b, and the squared error is that of 0 less a * a / b. One of the
-    // integers is at least 6, so that b is not 0.
-    const float scale = with_weights / with_themselves, gain = with_weights * scale;
-    best = gain > highest ? scale : best;
-    highest = gain > highest ? gain : highest;
-  }
-  return best;
-}
-
-template <class T>
-OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, bfloat16& scale) {
-  constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
-  const float most = peak(weights, size);
-  const bool finite = most < __builtin_inff();
-  Group group{};
-  Integers lowest{};
-  for (int64_t i = 0; finite && i < VECTORS; ++i) {
-    const int64_t left = larger<int64_t>(size - i * WIDTH, 0);
-    if (left) group.values[i] = left >= WIDTH ? load(weights + i * WIDTH) : load_part(weights + i * WIDTH, left);
-    lowest |= group.values[i] == -most;
-  }
-  float reciprocal = 0;
-  scale.bits = finite ? 0 : 0x7fc0;
-  if (finite && most > TINY) {
-    const float extreme = sum_of(lowest) ? -most : most;
-    const float kept = nearest_bfloat16(best_scale(group, extreme), scale);
-    if (kept != 0) reciprocal = 1 / kept;
-  }
-  uint8_t levels[GROUP];
-  for (int64_t i = 0; i < VECTORS; ++i) {
-    // Adding this leaves the integers in the last bits.
-    constexpr float SHIFT = 12582912.0f;
-    const Vector level = reciprocal == 0 ? Vector{} : group.level(i, reciprocal);
-    store(levels + i * WIDTH, ((Integers)(level + all(SHIFT)) & 15) ^ 8);
+template <bool SYMMETRIC, class T>
+OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, float16* line) {
+  uint8_t levels[GROUP] = {};
+  line[0].bits = line[1].bits = 0x7e00;  // not a number
+  if (peak(weights, size) < __builtin_inff()) {
+    const Group group(weights, size);
+    const Line best = SYMMETRIC ? group.best_symmetric() : group.best();
+    line[0].bits = without_infinity(half_bits(best.scale), 0x7c00);
+    line[1].bits = without_infinity(half_bits(best.least), 0x7c00);
+    const float scale = widened(line[0]), least = widened(line[1]);
+    const float reciprocal = scale != 0 ? 1 / scale : 0;
+    for (int64_t i = 0; i < VECTORS; ++i) store(levels + i * WIDTH, whole(group.level(i, least, reciprocal)));
   }
   for (int64_t i = 0; i < GROUP / 2; ++i) {
     const int64_t first = i / UNIT * 2 * UNIT + i % UNIT;
@@ -110,21 +149,23 @@ void quantise_int8(const T* weight, int64_t stride, int8_t* q, bfloat16* scales,
       const int64_t output = i / groups, at = i % groups * GROUP, size = smaller(GROUP, inputs - at);
       const T* from = weight + output * stride + at;
       Steps steps = Steps::of(from, size);
-      const float kept = nearest_bfloat16(steps.scale, scales[i]);
+      scales[i] = as_bfloat16(steps.scale);
+      const float kept = nearest_bfloat16(steps.scale);
       if (steps.reciprocal != 0) steps.reciprocal = 1 / kept;
       steps.write(from, size, q + output * inputs + at);
     }
   });
 }
 
-template <class T>
-void quantise_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
+template <bool SYMMETRIC, class T>
+void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs * groups, thread, threads);
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t at = i % groups * GROUP;
-      quantise_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * (GROUP / 2), scales[i]);
+      const T* from = weight + i / groups * stride + at;
+      quantise_group<SYMMETRIC>(from, smaller(GROUP, inputs - at), q + i * (GROUP / 2), lines + i * 2);
     }
   });
 }
@@ -154,15 +195,26 @@ OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, i
 }
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
-// bytes for every eight; 8 past the end of a row. scales [outputs, groups]: weight is about (integer - 8) * scale.
-OCTAVO_EXPORT(gemm_quantise_int4_f32)(const float* weight, int64_t stride, uint8_t* q, bfloat16* scales,
-                                      int64_t outputs, int64_t inputs) {
-  quantise_int4(weight, stride, q, scales, outputs, inputs);
+// bytes for every eight; what is past the end of a row is not used. lines [outputs, groups, 2], scales and minima: weight
+// is about integer * scale + minimum. Symmetric: minima are -8 scales.
+OCTAVO_EXPORT(gemm_quantise_int4_f32)(const float* weight, int64_t stride, uint8_t* q, float16* lines, int64_t outputs,
+                                      int64_t inputs) {
+  quantise_int4<false>(weight, stride, q, lines, outputs, inputs);
 }
 
-OCTAVO_EXPORT(gemm_quantise_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, bfloat16* scales,
+OCTAVO_EXPORT(gemm_quantise_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, float16* lines,
                                        int64_t outputs, int64_t inputs) {
-  quantise_int4(weight, stride, q, scales, outputs, inputs);
+  quantise_int4<false>(weight, stride, q, lines, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantise_int4_symmetric_f32)(const float* weight, int64_t stride, uint8_t* q, float16* lines,
+                                                int64_t outputs, int64_t inputs) {
+  quantise_int4<true>(weight, stride, q, lines, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantise_int4_symmetric_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, float16* lines,
+                                                 int64_t outputs, int64_t inputs) {
+  quantise_int4<true>(weight, stride, q, lines, outputs, inputs);
 }
 
 }  // namespace octavo::gemm

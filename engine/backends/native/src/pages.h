@@ -1,28 +1,12 @@
 // How pages hold a key or a value: as engine/backends/attention/formats.py says, bit for bit.
 #pragma once
 
-#include "vector.h"
+#include "half.h"
 
 namespace octavo {
 
 // The numbers are those of pages.py.
 enum PageFormat : int64_t { PAGE_F32 = 0, PAGE_BF16 = 1, PAGE_F16 = 2, PAGE_INT8 = 3 };
-
-// Halves to even; infinity from 65520 on.
-OCTAVO_INLINE uint16_t half_bits(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  const uint32_t sign = bits >> 16 & 0x8000;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return 0x7e00;
-  if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
-  if (bits < 0x38800000) {  // subnormal: next to 0.5, a float32 has the same steps as they have
-    const float near = __builtin_fabsf(value) + 0.5f;
-    __builtin_memcpy(&bits, &near, sizeof bits);
-    return static_cast<uint16_t>(sign | (bits - 0x3f000000));
-  }
-  return static_cast<uint16_t>(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13));
-}
 
 // 16-bit floating point: infinity, which may be a number that does not fit, becomes NaN.
 OCTAVO_INLINE uint16_t without_infinity(uint16_t bits, uint16_t infinity) {
