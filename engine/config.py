@@ -51,8 +51,8 @@ class EngineConfig:
         dtype: of weights and activations; auto takes the checkpoint's, and float32 on a CPU without fast
             bfloat16.
         quantization: weights of matrices made int8 or int4 (a scale for each 32 inputs of an output) or int8-fast (one
-            for each output: faster, less exact, on a CPU alone) while they load; embeddings keep the dtype (default:
-            none).
+            for each output: faster, less exact, on a CPU alone) while they load, or stored: those that a checkpoint has
+            in few bits stay about as small; embeddings keep the dtype (default: none).
         quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
             octavo/quantization in the user's cache).
         device: cpu, cuda (or cuda:N), auto.
@@ -96,7 +96,7 @@ class EngineConfig:
     revision: str | None = None
     hf_token: str | None = field(default=None, repr=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "int8", "int8-fast", "int4"] | None = None
+    quantization: Literal["none", "int8", "int8-fast", "int4", "stored"] | None = None
     quantization_cache: str | None = None
     device: str = "auto"
     threads: int | None = None
@@ -144,8 +144,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}.")
-        if self.quantization not in (None, "none", "int8", "int8-fast", "int4"):
-            raise ConfigError(f"quantization must be none, int8, int8-fast or int4, got {self.quantization!r}.")
+        if self.quantization not in (None, "none", "int8", "int8-fast", "int4", "stored"):
+            raise ConfigError(f"quantization must be none, int8, int8-fast, int4 or stored, got {self.quantization!r}.")
         if self.quantization_cache == "":
             raise ConfigError('quantization_cache must be a folder or off, got "".')
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8", "fp8"):

@@ -22,14 +22,15 @@ from engine.host.folders import check_private
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
-from engine.model.families import architecture, build_spec, stored_scheme
+from engine.model.families import architecture, build_spec, stored_scheme, weight_table
 from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
 from engine.model.gguf.weights import stored_formats
 from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
+from engine.model.quantised_loading import mark_stored
 from engine.model.retrieval import read_folder
 from engine.model.transformer import Transformer
-from engine.model.weight_files import weight_files
+from engine.model.weight_files import Checkpoint, weight_files
 from engine.model.weights import stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
@@ -74,7 +75,7 @@ class ModelFacts:
         max_encoder_len: longest prompt of an encoder-decoder model, None for others.
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
-        quantization: what matrices become, "int8", "int8-fast" or "int4"; None: they have the dtype.
+        quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
         stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
@@ -178,6 +179,11 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     encoder_len = find_max_encoder_len(config, spec, max_model_len)
     # Shapes, no memory.
     model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
+    if quantization == "stored":
+        with Checkpoint(path, scheme) as checkpoint:
+            table = weight_table(hf_config, spec)
+            checkpoint.rename(table)
+            mark_stored(model, checkpoint, table)
     weights = model.weight_bytes(quantization)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)

@@ -19,7 +19,7 @@ import pytest
 import soundfile
 import torch
 from support.checkpoints import random_prompt
-from support.driving import Job, finish, make_engine, run, run_alone
+from support.driving import Job, finish, logprobs, make_engine, run, run_alone
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.local_client import LocalClient
@@ -145,15 +145,6 @@ def test_int8_pages_and_weights_of_few_bits(subject: Subject) -> None:
         error = float((found - exact).abs().median() / exact.std())
         assert 0 < error < NEAR.get(name, 1.0), name
         engine.close()
-
-
-def logprobs(engine: Engine, text: list[int] | Seq2SeqInput | AudioInput) -> torch.Tensor:
-    """The log-probabilities of a text's tokens, but for the first."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    engine.add_request("text", text, params)
-    entries = finish(engine)["text"].prompt_logprobs
-    assert entries is not None
-    return torch.tensor([one.logprob for entry in entries if entry is not None for one in entry.values()])
 
 
 def together(client: LocalClient, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import reference
 from support.checkpoints import random_prompt
-from support.driving import Job, make_engine, run
+from support.driving import Job, logprobs, make_engine, run
 from support.gguf_files import KINDS, library, put, write_file
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -26,6 +26,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.inspection import inspect_model
 from engine.model import checkpoint
 from engine.model.gguf import folder as folders
+from engine.model.gguf.blocks import as_lines, dequantise, find_format
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
 from engine.model.weight_files import Checkpoint
@@ -95,6 +96,53 @@ def test_it_is_quantised_again_and_kept(
     assert answers(llama, prompts, **settings) == made
     assert read
     assert not any("_proj" in name for name in read), "they were kept"
+
+
+def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Matrices of 4 bits are taken as they are, also where heads are interleaved; others become int8, and plain ones
+    stay plain."""
+    path = tmp_path / "tiny.gguf"
+    model = write_file(path, KINDS["llama"], formats=("Q4_0", "Q4_1", "Q5_1", "Q4_0", "F16", "Q8_0"))
+    plain = {name: tensor for name, tensor in model.state_dict().items() if tensor.dim() == 2}
+    with Checkpoint(stand_in(path)) as stored:
+        kinds = {name: stored.kind(name) for name in plain}
+        assert sum(kind == "int4" for kind in kinds.values()) > 4
+        for name, kind in kinds.items():
+            if kind is not None:
+                assert stored.few_bits(name)
+                assert torch.equal(stored.quantised(name).dense(), plain[name])
+        few = {name: kind or "int8" for name, kind in kinds.items() if stored.few_bits(name)}
+    assert any("q_proj" in name and kind == "int4" for name, kind in few.items())
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "quantization": "stored"}
+    with caplog.at_level("INFO", "octavo.model"):
+        engine = make_engine(path, **settings)
+    found = {module.stored for module, _ in engine.runner.model.matrices("stored")}
+    assert found == {"int4", "int8", None}
+    assert "were taken as they are stored" in caplog.text
+    prompt = random_prompt(KINDS["llama"].shape.vocab, 3, 40)
+    small = logprobs(engine, prompt)
+    engine.close()
+    engine = make_engine(path, skip_tokenizer_init=True)
+    exact = logprobs(engine, prompt)
+    engine.close()
+    assert 0 < float((small - exact).abs().median() / exact.std()) < 0.05
+    facts = {kind: inspect_model(EngineConfig(model=str(path), device="cpu", **settings | {"quantization": kind}))
+             for kind in ("none", "int8", "stored")}  # fmt: skip
+    assert facts["stored"].weights < facts["none"].weights
+
+
+def test_q4_k_is_taken_as_it_is() -> None:
+    """Blocks of any bytes, but that scales and minima are rounded to halves."""
+    format = find_format(12)
+    assert format is not None
+    octets = torch.randint(0, 256, (6 * 2, format.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    octets[:, 1] &= 0x3F  # halves below 2
+    octets[:, 3] &= 0x3F
+    exact = dequantise(octets.flatten(), format).view(6, -1)
+    made = as_lines(octets.flatten(), format, 6)
+    assert made.inputs == 512
+    largest = made.scales.float().abs().amax(-1, keepdim=True).repeat_interleave(32, 2).flatten(1)
+    assert ((made.dense() - exact).abs() <= largest * 16 * 2.0**-11).all()
 
 
 def test_one_of_plain_numbers_is_written_in_few_bits(gguf: Any, llama: Path, tmp_path: Path) -> None:

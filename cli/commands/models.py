@@ -37,7 +37,9 @@ def parser() -> OneLineParser:
     group = made.add_argument_group("a checkpoint, as octavo serve would be told")
     group.add_argument("--max-model-len", metavar="N", type=int, help="longest prompt plus answer, in tokens")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes for the pages")
-    group.add_argument("--quantization", choices=("none", "int8", "int8-fast", "int4"), help="weights made smaller")
+    group.add_argument(
+        "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="weights made smaller"
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 

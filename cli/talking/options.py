@@ -19,7 +19,7 @@ LOADING = {
     "demo": "which of the bundled models: chat, or seq2seq, which translates",
     "device": "cpu, cuda, cuda:N",
     "dtype": "float32, bfloat16, float16",
-    "quantization": "int8, int4, or int8-fast (on a CPU)",
+    "quantization": "int8, int4, int8-fast (on a CPU), or stored: as small as the checkpoint has them",
     "threads": "that compute on a CPU",
     "max-model-len": "longest prompt plus answer, in tokens",
     "revision": "branch, tag or commit on the hub",

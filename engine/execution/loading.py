@@ -18,7 +18,7 @@ from engine.host.cgroups import available_memory
 from engine.model.families import context_length
 from engine.model.missing import experts_of
 from engine.model.positions import Rotary
-from engine.model.quantisation import ON_GPUS, Quantization, size_of
+from engine.model.quantisation import ON_GPUS, Wanted, size_of
 from engine.model.spec import ModelSpec
 from engine.model.stored.scheme import Scheme
 from engine.model.weight_files import Checkpoint
@@ -31,7 +31,7 @@ def check_weights_fit(
     scheme: Scheme | None,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: Quantization | None = None,
+    quantization: Wanted | None = None,
     utilization: float = 1.0,
 ) -> None:
     """Refuse weights that exceed the free memory, before they are read.
@@ -47,9 +47,10 @@ def check_weights_fit(
     """
     memory = device_memory(device)
     with Checkpoint(path, scheme) as checkpoint:
-        size = checkpoint.num_elements * dtype.itemsize
-    if quantization is not None:  # embeddings take more: this is the least
-        size = size * size_of(1, 1 << 20, quantization) // (dtype.itemsize << 20)
+        size = sum(
+            checkpoint.shape(name).numel() * _share(quantization, checkpoint, name, dtype) >> 20
+            for name in checkpoint.names
+        )
     if memory is not None:
         total, free = memory.total(), memory.free()
         allowed = total * utilization - (total - free)
@@ -71,6 +72,14 @@ def check_weights_fit(
         )
 
 
+def _share(quantization: Wanted | None, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> int:
+    """Bytes of 2^20 numbers of a tensor; embeddings take more than what matrices become: this is the least."""
+    kind = quantization
+    if kind == "stored":
+        kind = (checkpoint.kind(name) or "int8") if checkpoint.few_bits(name) else None
+    return dtype.itemsize << 20 if kind is None else size_of(1, 1 << 20, kind)
+
+
 def _instead(
     size: int,
     total: int,
@@ -78,7 +87,7 @@ def _instead(
     utilization: float,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: Quantization | None,
+    quantization: Wanted | None,
 ) -> str:
     """What to do about weights of so many bytes that a GPU has no memory for."""
     others = "a smaller model"
@@ -112,7 +121,7 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 
 def find_quantization(
     config: EngineConfig, device: torch.device, spec: ModelSpec, scheme: Scheme | None = None
-) -> Quantization | None:
+) -> Wanted | None:
     """What the matrices become.
 
     Args:
@@ -138,9 +147,9 @@ def find_quantization(
     )
 
 
-def _obstacle(wanted: Quantization, spec: ModelSpec) -> str:
+def _obstacle(wanted: Wanted, spec: ModelSpec) -> str:
     """Why a GPU does not multiply with a model's weights in few bits."""
-    if wanted not in ON_GPUS:
+    if wanted not in (*ON_GPUS, "stored"):
         return f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
     stacks = [stack for stack in (spec.encoder, spec.decoder) if stack is not None]
     if any(experts_of(block.ffn) is not None for stack in stacks for block in stack.blocks):

@@ -42,7 +42,7 @@ from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
 from engine.model.parameter_count import check_parameters
 from engine.model.projection import load_projection
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Wanted
 from engine.model.retrieval import read_folder
 from engine.model.sentence import InputWeights, Pipeline
 from engine.model.spec import ModelSpec
@@ -78,7 +78,7 @@ class Resolved:
     pipeline: Pipeline
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    quantization: Quantization | None
+    quantization: Wanted | None
     max_model_len: int
     max_encoder_len: int
     backend: AttentionBackend

@@ -438,7 +438,7 @@ class EngineInfo:
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
             unless another is asked for.
         include_prompt: the tokens of such a prompt count in the vector.
-        quantization: what matrices were made into, "int8", "int8-fast" or "int4"; None: they have the dtype.
+        quantization: what matrices were made into, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
         catalogues: of titles that answers can be limited to.
         filler: the token that fills texts up to max_model_len, for a model that was trained on texts of one length;
             None: texts are as long as they are.

@@ -30,6 +30,7 @@ class ExpertMatrices(nn.Module):
         self.weight = place.parameter(count, outputs, inputs)
         self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
+        self.stored: Quantization | None = None  # as that of `Linear`
 
     def pack(
         self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None

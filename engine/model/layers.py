@@ -67,6 +67,7 @@ class Linear(nn.Module):
         self.weight = place.matrix(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
+        self.stored: Quantization | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
 
     def pack(
         self,

@@ -26,6 +26,8 @@ from engine.errors import ConfigError
 logger = logging.getLogger("octavo.model")
 
 Quantization = Literal["int8", "int8-fast", "int4"]
+Wanted = Quantization | Literal["stored"]
+"""What matrices become; "stored": what is nearest to how the checkpoint stores each."""
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order

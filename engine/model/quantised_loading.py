@@ -12,9 +12,9 @@ from typing import Self
 from engine.backends.native.gemm import Quantised
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.quantisation import Quantization, quantise
+from engine.model.quantisation import Wanted, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
-from engine.model.table import Destination, keeps_rows
+from engine.model.table import Destination, WeightTable, keeps_rows
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
 
@@ -36,7 +36,7 @@ class MatrixLoading:
     def __init__(
         self,
         model: Transformer,
-        quantization: Quantization,
+        quantization: Wanted,
         checkpoint: Checkpoint,
         destinations: dict[str, list[Destination]],
         folder: Path | None,
@@ -53,9 +53,9 @@ class MatrixLoading:
         self._assembled: dict[Linear | ExpertMatrices, Quantised] = {}
         for module, kind in self._modules.items():
             filling = sources[module.weight.data_ptr()]
-            if kind is not None and filling and all(
-                checkpoint.kind(name) == kind and keeps_rows(destination.transform) and len(destinations[name]) == 1
-                for name, destination in filling
+            alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _is_shared(module)
+            if kind is not None and filling and alone and all(
+                checkpoint.kind(name) == kind and keeps_rows(destination.transform) for name, destination in filling
             ):  # fmt: skip
                 self._stored |= {name: module for name, _ in filling}
             elif kind is not None:
@@ -77,7 +77,7 @@ class MatrixLoading:
             self._open(folder, checkpoint, model)
         if self._entry is not None:
             for module in self._matrices:
-                if not (isinstance(module, Linear) and module.shared):
+                if not _is_shared(module):
                     for name, destination in sources[module.weight.data_ptr()]:
                         destinations[name].remove(destination)
                         if not destinations[name]:
@@ -172,6 +172,31 @@ class MatrixLoading:
         else:
             done = "were made, and kept for the next start in" if self._entry is None else "were read from"
             logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
+
+
+def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable) -> None:
+    """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
+    it has other few bits, none if it is plain.
+
+    Args:
+        checkpoint: under the table's names.
+    """
+    entries = {entry.target: entry for entry in table.chosen(checkpoint.names)}
+    uses = Counter(name for entry in entries.values() for name in entry.sources)
+    filled = {id(parameter): entries.get(target) for target, parameter in model.named_parameters()}
+    for module, _ in model.matrices(None):
+        entry = filled[id(module.weight)]
+        names = [] if entry is None else [name for name in entry.sources if name in checkpoint.names]
+        module.stored = None
+        if entry is None or not names or not all(map(checkpoint.few_bits, names)):
+            continue
+        kinds = {checkpoint.kind(name) for name in names}
+        alone = keeps_rows(entry.transform) and not _is_shared(module) and all(uses[name] == 1 for name in names)
+        module.stored = (kinds.pop() if alone and len(kinds) == 1 else None) or "int8"
+
+
+def _is_shared(module: Linear | ExpertMatrices) -> bool:
+    return isinstance(module, Linear) and module.shared
 
 
 def _room_for(module: Linear | ExpertMatrices, part: Quantised) -> Quantised:

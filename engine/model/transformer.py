@@ -24,7 +24,7 @@ from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.place import Place
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Quantization, Wanted
 from engine.model.stack import TransformerStack
 
 
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         assert stack is not None
         return stack
 
-    def pack(self, quantization: Quantization | None = None) -> None:
+    def pack(self, quantization: Wanted | None = None) -> None:
         """Make ready what has been filled: all matrices are laid out for their kernels, one after the other, and
         stacks get the executors that run them from then on."""
         if quantization is not None:
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         if self.twin is not None:
             self.twin._make_ready()
 
-    def weight_bytes(self, quantization: Quantization | None = None) -> int:
+    def weight_bytes(self, quantization: Wanted | None = None) -> int:
         """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
 
         Args:
@@ -144,9 +144,7 @@ class Transformer(nn.Module):
                 size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
         return size
 
-    def matrices(
-        self, quantization: Quantization | None
-    ) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
+    def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
         """All matrices, and what each becomes. The few numbers that choose an expert, open a
         network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
         least 8 bits."""
@@ -159,8 +157,11 @@ class Transformer(nn.Module):
         careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):
-                kind = "int8" if quantization == "int4" and id(module) in careful else quantization
-                yield module, None if quantization is None or id(module) in plain else kind
+                if quantization == "stored":
+                    kind = module.stored
+                else:
+                    kind = "int8" if quantization == "int4" and id(module) in careful else quantization
+                yield module, None if id(module) in plain else kind
 
     @property
     def vocab_size(self) -> int:

@@ -139,13 +139,26 @@ class Checkpoint:
         return packed.decode(*(self._read(part) for part in parts))
 
     def kind(self, name: str) -> Quantization | None:
-        """What of ours a matrix of few bits is without any loss; None for nothing."""
-        packed = self._packed.get(self.names[name])
-        return None if packed is None else packed[0].kind
+        """What of ours a matrix of few bits is, but for the rounding of minima; None for nothing."""
+        place = self.names[name]
+        if place in self._packed:
+            return self._packed[place][0].kind
+        handle = self._handles[place[0]]
+        return "int4" if isinstance(handle, GgufWeights) and handle.has_lines(place[1]) else None
+
+    def few_bits(self, name: str) -> bool:
+        """Whether a tensor is stored in few bits, of whatever kind."""
+        place = self.names[name]
+        handle = self._handles[place[0]]
+        return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
 
     def quantised(self, name: str) -> Quantised:
         """A matrix that has a `kind`, as that."""
-        packed, parts = self._packed[self.names[name]]
+        place = self.names[name]
+        if place not in self._packed:
+            with _readable(place[0]):
+                return self._handles[place[0]].quantised(place[1])  # type: ignore[no-any-return]
+        packed, parts = self._packed[place]
         assert packed.quantised is not None
         return packed.quantised(*(self._read(part) for part in parts))
 

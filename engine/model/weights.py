@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from engine.backends.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder
-from engine.model.quantised_loading import MatrixLoading
+from engine.model.quantised_loading import MatrixLoading, mark_stored
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
 from engine.model.table import Destination, WeightTable
 from engine.model.transformer import Transformer
@@ -42,7 +42,7 @@ def load_model(
     max_model_len: int,
     max_encoder_len: int | None = None,
     show_progress: bool = True,
-    quantization: Quantization | None = None,
+    quantization: Wanted | None = None,
     quantization_cache: str | None = "off",
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
@@ -89,12 +89,17 @@ def load_model(
             ) from error
         destinations = plan(checkpoint, table, model)
         if checkpoint.title is not None:
-            held = f"widened to {str(dtype)[6:]}"
-            if quantization:
+            held = f"widened to {str(dtype)[6:]} (--quantization stored keeps them small)"
+            if quantization == "stored":
+                mark_stored(model, checkpoint, table)
+                held = "kept as small"
+            elif quantization:
                 held = f"quantised again ({quantization}) unless they are that already,"
             logger.info(
                 "%s: weights are stored as %s, and %s as they are read.", checkpoint.path, checkpoint.title, held
             )
+        elif quantization == "stored":
+            logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
-from engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from engine import AudioInput, Engine, EngineConfig, RequestOutput, SamplingParams, Seq2SeqInput
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.step import Step
 
@@ -62,6 +63,15 @@ def check_idle(engine: Engine) -> None:
 def add(engine: Engine, name: str, job: Job) -> None:
     """Queue a job."""
     engine.add_request(name, list(job.prompt), job.params, **job.options)
+
+
+def logprobs(engine: Engine, text: list[int] | Seq2SeqInput | AudioInput) -> torch.Tensor:
+    """The log-probabilities of a text's tokens, but for the first."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    engine.add_request("text", text, params)
+    entries = finish(engine)["text"].prompt_logprobs
+    assert entries is not None
+    return torch.tensor([one.logprob for entry in entries if entry is not None for one in entry.values()])
 
 
 def finish(engine: Engine, between: Callable[[int], None] | None = None) -> dict[str, RequestOutput]:

@@ -15,6 +15,8 @@ class Arrangement(ABC):
 
     by_rows = False
     """Some rows can be read alone."""
+    keeps_rows = False
+    """It only puts whole rows elsewhere."""
 
     @abstractmethod
     def shape(self, stored: Shape) -> Shape:
@@ -29,7 +31,7 @@ class Arrangement(ABC):
 class AsStored(Arrangement):
     """The same."""
 
-    by_rows = True
+    by_rows = keeps_rows = True
 
     def shape(self, stored: Shape) -> Shape:
         return stored
@@ -43,6 +45,7 @@ class Interleaved(Arrangement):
     """Rows of queries or keys in the order in which llama.cpp turns neighbours: the two halves of a head alternate."""
 
     heads: int
+    keeps_rows = True
 
     def shape(self, stored: Shape) -> Shape:
         return stored

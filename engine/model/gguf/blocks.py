@@ -12,10 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.native.gemm import GROUP, Quantised, join_levels
 from engine.errors import UnsupportedModelError
 
 Decode = Callable[[Tensor], Tensor]
 """Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
+
+Lines = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Makes uint8 integers [blocks, numbers / 32, 32] of bytes [blocks, size], and the scales and minima [blocks, numbers /
+32] with which they are the numbers."""
 
 _CHUNK = 1 << 20
 """Numbers that are decoded at once: what is made on the way takes some 20 bytes of each."""
@@ -30,6 +35,7 @@ class BlockFormat:
         numbers, size: of a block, how many numbers it has and the bytes that these take.
         plain: the format of torch that this is, if it is one.
         decode: None where it is none, or is not read.
+        lines: where numbers are integers of 4 bits on a line for each 32 of them, makes these of bytes [blocks, size].
     """
 
     name: str
@@ -37,6 +43,7 @@ class BlockFormat:
     size: int
     plain: torch.dtype | None = None
     decode: Decode | None = None
+    lines: Lines | None = None
 
 
 def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
@@ -57,6 +64,27 @@ def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
     return out.view(-1)
 
 
+def as_lines(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
+    """A matrix of a format that has `lines` as our own 4 bits; scales and minima are rounded to halves, which those of
+    Q4_0 and Q4_1 are.
+
+    Args:
+        data: bytes of its rows.
+    """
+    assert format.lines is not None
+    blocks = data.view(-1, format.size)
+    groups = format.numbers // GROUP
+    values = torch.empty(len(blocks), groups, GROUP // 2, dtype=torch.uint8)
+    lines = torch.empty(len(blocks), groups, 2, dtype=torch.float16)
+    step = _CHUNK // format.numbers
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        levels, lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
+        values[part] = join_levels(levels)
+    columns = len(blocks) // rows * format.numbers
+    return Quantised(values.view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)
+
+
 def _half(octets: Tensor) -> Tensor:
     """float16 numbers [blocks, 1] of bytes [blocks, 2]."""
     return octets.contiguous().view(torch.float16).float()
@@ -70,9 +98,18 @@ def _fields(octets: Tensor, width: int, bits: int) -> Tensor:
     return torch.stack([grouped >> shift & (1 << bits) - 1 for shift in shifts], dim=2)
 
 
+def _q4_0_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = _half(blocks[:, :2])
+    return _fields(blocks[:, 2:], 16, 4).view(-1, 1, 32), scales, -8 * scales
+
+
 def _q4_0(blocks: Tensor) -> Tensor:
     q = _fields(blocks[:, 2:], 16, 4).view(-1, 32)
     return (q.float() - 8).mul_(_half(blocks[:, :2]))
+
+
+def _q4_1_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _fields(blocks[:, 4:], 16, 4).view(-1, 1, 32), _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
@@ -117,19 +154,23 @@ def _q3_k(blocks: Tensor) -> Tensor:
     return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
 
 
-def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits each [blocks, 8], of bytes [blocks, 12]."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima [blocks, 8], of 6 bits each times a half, by the first 16 bytes of a block."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=1)
     minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=1)
-    return scales.float(), minima.float()
+    return _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
 
 
 def _with_minima(q: Tensor, blocks: Tensor) -> Tensor:
     """Numbers of integers [blocks, 256] in 8 groups, by what the first 16 bytes of a block say."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    numbers = q.float().view(-1, 8, 32).mul_((_half(blocks[:, :2]) * scales)[..., None])
-    return numbers.sub_((_half(blocks[:, 2:4]) * minima)[..., None]).view(-1, 256)
+    scales, minima = _scales_and_minima(blocks)
+    return q.float().view(-1, 8, 32).mul_(scales[..., None]).sub_(minima[..., None]).view(-1, 256)
+
+
+def _q4_k_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales, minima = _scales_and_minima(blocks)
+    return _fields(blocks[:, 16:], 32, 4).view(-1, 8, 32), scales, -minima
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -178,15 +219,15 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 _FORMATS: dict[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, plain=torch.float32),
     1: BlockFormat("F16", 1, 2, plain=torch.float16),
-    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0),
-    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1),
+    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0, lines=_q4_0_lines),
+    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1, lines=_q4_1_lines),
     6: BlockFormat("Q5_0", 32, 22, decode=_q5_0),
     7: BlockFormat("Q5_1", 32, 24, decode=_q5_1),
     8: BlockFormat("Q8_0", 32, 34, decode=_q8_0),
     9: BlockFormat("Q8_1", 32, 40),
     10: BlockFormat("Q2_K", 256, 84, decode=_q2_k),
     11: BlockFormat("Q3_K", 256, 110, decode=_q3_k),
-    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k),
+    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k, lines=_q4_k_lines),
     13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
     14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
     15: BlockFormat("Q8_K", 256, 292),

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.blocks import dequantise, readable_formats
+from engine.model.gguf.blocks import as_lines, dequantise, readable_formats
 from engine.model.gguf.container import Gguf, TensorInfo
 
 _MOST_SETTINGS = 1 << 16
@@ -32,6 +33,18 @@ def read_tensor(data: Tensor, info: TensorInfo, start: int = 0, stop: int | None
     size = info.size // info.shape[0]
     octets = data[info.begin + start * size : info.begin + stop * size]
     return dequantise(octets, info.format).view(stop - start, *info.shape[1:])
+
+
+def read_lines(data: Tensor, info: TensorInfo, expert: int | None = None) -> Quantised:
+    """A matrix whose format has lines, or one of several, as our own 4 bits.
+
+    Args:
+        data: of the file.
+    """
+    rows = info.shape[-2]
+    size = info.size // (info.shape[0] if expert is not None else 1)
+    begin = info.begin + (expert or 0) * size
+    return as_lines(data[begin : begin + size], info.format, rows)
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.backends.native.gemm import GROUP, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.architectures import Placed, describe, place
 from engine.model.gguf.container import read_gguf
-from engine.model.gguf.tensors import check_readable, mapped, read_tensor
+from engine.model.gguf.tensors import check_readable, mapped, read_lines, read_tensor
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -40,6 +41,23 @@ class GgufWeights:
         if placed.expert is None:
             return placed.arrangement.arrange(read_tensor(self._data, placed.info))
         return placed.arrangement.arrange(read_tensor(self._data, placed.info, placed.expert, placed.expert + 1)[0])
+
+    def few_bits(self, name: str) -> bool:
+        """Whether a tensor is stored in few bits."""
+        return self._placed[name].info.format.plain is None
+
+    def has_lines(self, name: str) -> bool:
+        """Whether `quantised` gives it."""
+        placed = self._placed[name]
+        matrix = len(placed.shape) == 2 and placed.shape[1] % GROUP == 0
+        return matrix and placed.info.format.lines is not None and placed.arrangement.keeps_rows
+
+    def quantised(self, name: str) -> Quantised:
+        """A matrix as our own 4 bits."""
+        placed = self._placed[name]
+        made = read_lines(self._data, placed.info, placed.expert)
+        values, lines = (placed.arrangement.arrange(part).contiguous() for part in (made.values, made.scales))
+        return Quantised(values, lines, made.inputs)
 
     def get_slice(self, name: str) -> GgufSlice:
         """A tensor of which not all is read."""

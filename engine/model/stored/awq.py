@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.bits import grouped, unpacked
+from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
 from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -41,14 +43,24 @@ class Awq(Scheme):
             parts = [name, expect(tensors, scales, (groups, outputs))]
             if zeros in tensors.names:
                 parts.append(expect(tensors, zeros, (groups, shape[1])))
-            yield Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), _decode)
+            found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), _decode)
+            if fits_groups(found.shape, groups) and tensors.format(scales) in HALVES:
+                found = replace(found, kind="int4", quantised=_as_lines)
+            yield found
 
 
-def _decode(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> Tensor:
-    """[outputs, inputs] of words [inputs, outputs / 8], and scales and zeros of groups of inputs."""
-    values = _ordered(words).t().contiguous()
+def _decode(*parts: Tensor) -> Tensor:
+    return grouped(*_unpacked(*parts))
+
+
+def _as_lines(*parts: Tensor) -> Quantised:
+    return as_lines(*_unpacked(*parts))
+
+
+def _unpacked(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers [outputs, inputs] of words [inputs, outputs / 8]; scales and zeros [outputs, groups]."""
     zeros = torch.full_like(scales, 8) if packed_zeros is None else _ordered(packed_zeros)
-    return grouped(values, scales.t(), zeros.t())
+    return _ordered(words).t().contiguous(), scales.t(), zeros.t()
 
 
 def _ordered(words: Tensor) -> Tensor:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
+from engine.backends.native.gemm import GROUP, Quantised, join_levels
 from engine.errors import ModelLoadError
+
+HALVES = ("F16", "BF16")
+"""Formats of scales that a half holds exactly, in safetensors' words; of bfloat16 those within its range."""
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -73,3 +77,22 @@ def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor
     if zeros is not None:
         numbers -= zeros[..., None]
     return numbers.mul_(scales[..., None]).view(rows, columns)
+
+
+def fits_groups(shape: Size, groups: int) -> bool:
+    """Whether groups of a matrix's inputs, of one size, are whole groups of ours."""
+    return shape[1] % GROUP == 0 and groups > 0 and shape[1] % (groups * GROUP) == 0
+
+
+def as_lines(levels: Tensor, scales: Tensor, zeros: Tensor) -> Quantised:
+    """(levels - zeros) * scales as our own 4 bits, where `fits_groups`; -zeros * scales are rounded to a half.
+
+    Args:
+        levels: uint8 [rows, columns] from 0 to 15.
+        scales, zeros: [rows, groups].
+    """
+    rows, columns = levels.shape
+    factors = scales.float()
+    lines = torch.stack((factors, -zeros.float() * factors), -1).half()
+    lines = lines.repeat_interleave(columns // GROUP // scales.shape[1], dim=1)
+    return Quantised(join_levels(levels.contiguous().view(rows, -1, GROUP)), lines.contiguous(), columns)

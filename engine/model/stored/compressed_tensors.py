@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Size, Tensor
 
-from engine.backends.native.gemm import GROUP, Quantised, join_levels
+from engine.backends.native.gemm import GROUP, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
-from engine.model.stored.bits import grouped, packed, unpacked
+from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
 from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
 
@@ -95,10 +95,14 @@ class CompressedTensors(Scheme):
             has_order = True
         decode = partial(_decode, bits=bits, shape=(outputs, inputs), has_zeros=has_zeros, has_order=has_order)
         kind: Quantization | None = None
-        if not (has_zeros or has_order) and groups * GROUP == inputs and tensors.format(scale) == "BF16":
-            kind = {4: "int4", 8: "int8"}.get(bits)  # type: ignore[assignment]
-        quantised = None if kind is None else partial(_as_groups, bits=bits)
-        return Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode, kind=kind, quantised=quantised)
+        quantised: Callable[..., Quantised] | None = None
+        held, whole = tensors.format(scale), Size((outputs, inputs))
+        by_groups = tensors.shape(scale) == Size((outputs, groups)) and not has_order
+        if by_groups and bits == 4 and held in HALVES and fits_groups(whole, groups):
+            kind, quantised = "int4", _as_lines
+        elif by_groups and bits == 8 and held == "BF16" and not has_zeros and groups * GROUP == inputs:
+            kind, quantised = "int8", _as_groups
+        return Packed(f"{module}.weight", tuple(parts), whole, decode, kind=kind, quantised=quantised)
 
 
 def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -151,13 +155,17 @@ _BITS: dict[Quantization, int] = {"int4": 4, "int8": 8, "int8-fast": 8}
 _SIGN = 0x80  # integers of 8 bits are stored with this much added
 
 
-def _as_groups(words: Tensor, scales: Tensor, *, bits: int) -> Quantised:
-    integers = unpacked(words, bits, 1)
-    outputs, inputs = integers.shape
-    if bits == 8:
-        return Quantised((integers ^ _SIGN).view(torch.int8), scales, inputs)
-    lines = torch.stack((scales, -8 * scales), -1).half()
-    return Quantised(join_levels(integers.view(outputs, -1, GROUP)), lines, inputs)
+def _as_groups(words: Tensor, scales: Tensor) -> Quantised:
+    integers = unpacked(words, 8, 1)
+    return Quantised((integers ^ _SIGN).view(torch.int8), scales, integers.shape[1])
+
+
+def _as_lines(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> Quantised:
+    levels = unpacked(words, 4, 1)
+    if packed_zeros is None:
+        return as_lines(levels, scales, torch.tensor(8))
+    zeros = unpacked(packed_zeros, 4, 0)[: len(scales)] if packed_zeros.dtype == torch.int32 else packed_zeros + 8
+    return as_lines(levels, scales, zeros)
 
 
 def _as_rows(values: Tensor, scales: Tensor) -> Quantised:

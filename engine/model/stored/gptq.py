@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.bits import grouped, unpacked
+from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
 from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
 
 
@@ -45,10 +47,15 @@ class Gptq(Scheme):
                 expect(tensors, scales, (groups, outputs)),
                 expect(tensors, f"{module}.qzeros", (groups, outputs * self._bits // 32)),
             ]
+            ordered = True
             if f"{module}.g_idx" in tensors.names:
                 parts.append(expect(tensors, f"{module}.g_idx", (inputs,)))
+                ordered = _neighbours(tensors.read(parts[-1]), groups)
             decode = partial(_decode, bits=self._bits, less_one=self._less_one)
-            yield Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
+            found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
+            if self._bits == 4 and ordered and fits_groups(found.shape, groups) and tensors.format(scales) in HALVES:
+                found = replace(found, kind="int4", quantised=partial(_as_lines, less_one=self._less_one))
+            yield found
 
 
 def _two(tensors: Tensors, name: str) -> tuple[int, int]:
@@ -64,13 +71,27 @@ def _two(tensors: Tensors, name: str) -> tuple[int, int]:
 def _decode(
     words: Tensor, scales: Tensor, packed_zeros: Tensor, groups: Tensor | None = None, *, bits: int, less_one: bool
 ) -> Tensor:
-    """[outputs, inputs] of words [inputs * bits / 32, outputs], and scales and zeros of groups of inputs."""
+    values, factors, zeros = _unpacked(words, scales, packed_zeros, bits, less_one)
+    return grouped(values, factors, zeros, None if groups is None or _neighbours(groups, len(scales)) else groups)
+
+
+def _as_lines(
+    words: Tensor, scales: Tensor, packed_zeros: Tensor, _groups: Tensor | None = None, *, less_one: bool
+) -> Quantised:
+    return as_lines(*_unpacked(words, scales, packed_zeros, 4, less_one))
+
+
+def _unpacked(
+    words: Tensor, scales: Tensor, packed_zeros: Tensor, bits: int, less_one: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers [outputs, inputs] of words [inputs * bits / 32, outputs]; scales and zeros [outputs, groups]."""
     zeros = unpacked(packed_zeros, bits, 1)
     if less_one:
         zeros = zeros + 1 & (1 << bits) - 1
-    values = unpacked(words.t().contiguous(), bits, 1)
-    if groups is not None:
-        size = -(-values.shape[1] // len(scales))
-        if torch.equal(groups.long(), torch.arange(values.shape[1]) // size):
-            groups = None
-    return grouped(values, scales.t(), zeros.t(), groups)
+    return unpacked(words.t().contiguous(), bits, 1), scales.t(), zeros.t()
+
+
+def _neighbours(groups: Tensor, count: int) -> bool:
+    """Whether the groups that inputs belong to are `count` runs of neighbours, in order."""
+    size = -(-len(groups) // count)
+    return torch.equal(groups.long(), torch.arange(len(groups)) // size)

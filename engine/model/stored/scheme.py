@@ -45,7 +45,7 @@ class Packed:
         shape: of what they hold.
         decode: makes a tensor of that shape of the parts, in their order.
         format: of that tensor, in safetensors' words.
-        kind: what of ours the parts are without any loss; None for nothing.
+        kind: what of ours the parts are, but for the rounding of minima; None for nothing.
         quantised: makes that of them.
     """
 
