@@ -77,6 +77,9 @@ class EngineConfig:
         num_gpu_blocks_override: number of pages, on any device, instead of a size.
         enforce_eager: start each kernel of a decoding step by itself on a GPU, instead of recording steps as CUDA
             graphs when the engine starts: it starts sooner and needs less memory, small steps take longer.
+        flash_prefill: on a GPU, let torch's flash attention compute prompts of more than 2048 tokens that come whole in
+            one step (max_num_batched_tokens above 2048), over pages in the model's own 16-bit format. Then the last
+            bits depend on whether a prompt came whole, or in chunks or behind a cached beginning.
         enable_prefix_caching: reuse pages of earlier prompts.
         kv_events_config: where to publish which pages are cached, for routers that send a prompt where its beginning
             is: JSON in vLLM's form, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
@@ -112,6 +115,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
+    flash_prefill: bool = False
     enable_prefix_caching: bool = True
     kv_events_config: str | None = None
     generation_config: Literal["auto", "none"] = "auto"

@@ -35,6 +35,7 @@ from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
 from engine.execution.warmup import can_record, measure, record
+from engine.execution.whole_prompts import use_flash
 from engine.host import gpus
 from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
@@ -193,6 +194,8 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
     """Give the runner its pages, measure what steps take, and record decoding steps where that can be."""
     config, model, backend = resolved.config, runner.model, resolved.backend
     spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
+    if config.flash_prefill:  # before memory is measured: a step with it takes more
+        use_flash(model, backend, resolved.cache_dtype, config.block_size, config.max_num_batched_tokens)
     if spec.decoder is not None:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
         num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)

@@ -10,7 +10,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "where it computes, and in which numbers": (
         "device", "dtype", "quantization", "quantization_cache", "threads", "distributed_executor_backend",
-        "enforce_eager", "seed",
+        "enforce_eager", "flash_prefill", "seed",
     ),
     "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "the pages": (

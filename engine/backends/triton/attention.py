@@ -8,7 +8,7 @@ silently wrong on its default backend (pytorch#194167).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ from engine.backends.attention.base import (
     Window,
 )
 from engine.backends.attention.formats import FORMATS, FP8, LARGEST, format_name, movable
+from engine.backends.triton import attention_flash
 from engine.backends.triton import attention_shapes as shapes
+from engine.backends.triton.attention_flash import FlashPrompts, HeadShape
 from engine.backends.triton.attention_shapes import Tiles
 
 _QUERIES = (torch.float32, torch.float16, torch.bfloat16)
@@ -105,15 +107,21 @@ class TritonAttention(AttentionBackend):
 
     A query's result is the same to the bit whatever else is in the batch. It is also the same however its prompt was
     chunked, as long as a chunk has more than a few queries: a decoded token and the same token as part of a prompt may
-    differ in the last bits.
+    differ in the last bits. So may a token of a long prompt that came whole, where `flash` is set.
 
     Positions that no query of a row sees are never read, so NaN or inf left in a page by another sequence cannot
     reach it. Nothing waits for the device, and everything can be captured in a CUDA graph. A capture must begin with
     metadata of its own, which no layer has seen before: a plan that was made outside would not be made anew in replays.
+
+    Attributes:
+        flash: for what torch's flash attention stands in; None: for nothing.
     """
 
     name = "triton"
     recordable = True
+
+    def __init__(self, flash: FlashPrompts | None = None):
+        self.flash = flash
 
     @classmethod
     def made_for(cls, device: torch.device) -> bool:
@@ -171,14 +179,48 @@ class TritonAttention(AttentionBackend):
         Raises:
             ValueError: shapes, formats or lengths contradict each other.
         """
-        from engine.backends.triton.attention_decode import decode
-        from engine.backends.triton.attention_prefill import prefill
-        from engine.backends.triton.overlap import overlapping
-
         if isinstance(window, Chunks):
             raise ValueError("no kernel for chunks")
         check_shapes(q, kv, metadata, bias, sinks)
         _check_formats(q, kv, bias)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        how: dict[str, Any] = {"causal": causal, "window": window, "bias": bias, "softcap": softcap}
+        if self.flash is not None and isinstance(kv, Paged) and HeadShape.of(q, kv) in self.flash.shapes:
+            runs = self.flash.runs(metadata)
+            if runs and not attention_flash.obstacle(
+                q.dtype, q.shape[2], kv.keys.dtype, sinks=sinks is not None, **how
+            ):
+                for run in runs:
+                    queries, results = q[run.tokens], out[run.tokens]
+                    pages = replace(kv, block_tables=kv.block_tables[run.rows])
+                    if run.whole:
+                        attention_flash.attend(queries, pages, run.metadata, scale, results)
+                    else:
+                        self._compute(queries, pages, run.metadata, results, scale=scale, sinks=sinks, **how)
+                out[runs[-1].tokens.stop :].zero_()
+                return out
+        self._compute(q, kv, metadata, out, scale=scale, sinks=sinks, **how)
+        return out
+
+    def _compute(
+        self,
+        q: Tensor,
+        kv: Paged | Ragged,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        causal: bool,
+        window: Window | None,
+        scale: float,
+        bias: Bias | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Fill out [T, heads, head_dim] by our own kernels; arguments have been checked."""
+        from engine.backends.triton.attention_decode import decode
+        from engine.backends.triton.attention_prefill import prefill
+        from engine.backends.triton.overlap import overlapping
+
         heads, head_dim = q.shape[1:]
         kv_heads = kv.keys.shape[-2]
         device = _facts(q.device)
@@ -190,7 +232,6 @@ class TritonAttention(AttentionBackend):
             head_dim, group, product.itemsize, kv.keys.itemsize, device.capability, plain, isinstance(kv, Paged)
         )
         prepared = _prepare(metadata, kv, _Shape(heads, kv_heads, few, many, causal, window), head_dim, device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if prepared.tokens < q.shape[0]:
             out[prepared.tokens :].zero_()
         arguments = _arguments(q, kv, bias, causal, window, scale, softcap, sinks, product, device)
@@ -207,7 +248,6 @@ class TritonAttention(AttentionBackend):
                 out=out, query_start=metadata.query_start, context=metadata.context, items=prepared.prefilling.items,
                 **arguments, **_sizes(many),
             )  # fmt: skip
-        return out
 
 
 @functools.cache

@@ -1,0 +1,178 @@
+"""Long prompts that come whole, by the flash attention of torch's CUDA builds (arXiv:2307.08691).
+
+Pages hold a row's keys and values by the time attention begins. Of a row whose whole context is in this step they are
+laid end to end, as torch's kernel takes them: a copy that is small beside the attention of a long prompt.
+
+Which rows those are follows from a row's own lengths alone, so what else is in the step changes none of its bits. But
+the kernel's sums have another order than ours: bits depend on whether the prompt came whole. So it is a setting
+(`EngineConfig.flash_prefill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.attention.agreement import check_lengths
+from engine.backends.attention.base import AttentionMetadata, Bias, Paged, Ragged, Sight
+from engine.backends.attention.formats import format_name
+from engine.backends.triton import upload
+
+# Steps of up to 2048 tokens are recorded, and which rows such a step has is not known then. So a prompt that is longer
+# is never in a recorded step, and one that is not is left to our kernels in any step.
+FEWEST = 2049
+_LONGEST_HEAD = 256
+_FORMATS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What of an attention torch's kernel depends on: its heads, and the format of queries, keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(q: Tensor, kv: Paged | Ragged) -> HeadShape:
+        return HeadShape(q.shape[1], kv.keys.shape[-2], q.shape[2], q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of a step that are neighbours, and alike.
+
+    Attributes:
+        whole: each of them is a long prompt that came whole.
+        rows, tokens: their places in the step.
+        metadata: as if the step had only these.
+    """
+
+    whole: bool
+    rows: slice
+    tokens: slice
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPrompts:
+    """For what torch's flash attention stands in.
+
+    Attributes:
+        shapes: the heads for which it has been found to do what our kernels do.
+        fewest: queries of a row.
+    """
+
+    shapes: Collection[HeadShape]
+    fewest: int = FEWEST
+
+    def runs(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
+        """The rows of a step, in their order, where long prompts that came whole are among them; else nothing.
+
+        Nothing, too, for a step that is recorded: its rows are not known on the host.
+        """
+        if metadata.max_context is not None or metadata.max_queries is not None:
+            return ()
+        key = (FlashPrompts, self.fewest)
+        found = metadata.cache.get(key)
+        if not isinstance(found, tuple):
+            found = metadata.cache[key] = self._find(metadata)
+        return found
+
+    def _find(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
+        lens, contexts = metadata.query_lens, metadata.context_lens
+        whole = [n == context and n >= self.fewest for n, context in zip(lens, contexts, strict=True)]
+        if not any(whole):
+            return ()
+        starts = np.concatenate(([0], np.cumsum(lens))).tolist()
+        runs = []
+        for kind, numbers in groupby(range(len(lens)), whole.__getitem__):
+            first, *others = numbers
+            rows = slice(first, first + 1 + len(others))
+            own = AttentionMetadata.build(lens[rows], contexts[rows], metadata.query_start.device)
+            runs.append(Run(kind, rows, slice(starts[rows.start], starts[rows.stop]), own))
+        return tuple(runs)
+
+
+def obstacle(
+    queries: torch.dtype,
+    head_dim: int,
+    pages: torch.dtype,
+    *,
+    causal: bool = True,
+    window: Sight | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> str:
+    """Why torch's flash attention does not stand in for an attention; "" where it does.
+
+    Args:
+        queries, pages: formats.
+    """
+    if queries not in _FORMATS:
+        return f"it does not compute in {format_name(queries)}"
+    if pages != queries:
+        return f"pages hold {format_name(pages)}, the model computes in {format_name(queries)}"
+    if head_dim % 8 or head_dim > _LONGEST_HEAD:
+        return f"heads have {head_dim} features, and not a multiple of 8 up to {_LONGEST_HEAD}"
+    if not causal:
+        return "queries see later keys"
+    beside = {"a window": window, "a bias": bias, "a soft cap": softcap, "sinks": sinks or None}
+    found = [name for name, given in beside.items() if given is not None]
+    return f"attention has {' and '.join(found)}" if found else ""
+
+
+def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
+    """Causal attention of rows whose whole contexts are queries.
+
+    Args:
+        q: [T, heads, head_dim]; out: the same shape, filled here.
+        kv: pages in the queries' format.
+
+    Raises:
+        ValueError: contexts do not fit the block tables.
+        RuntimeError, NotImplementedError: torch's, where it has no such kernel.
+    """
+    slots = _slots(metadata, kv)
+    keys, values = (pages.view(-1, *pages.shape[2:]).index_select(0, slots) for pages in (kv.keys, kv.values))
+    starts, longest = metadata.query_start, max(metadata.query_lens)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    dropout, causal, debug = 0.0, True, False
+    attended, *_ = operator()(q, keys, values, starts, starts, longest, longest, dropout, causal, debug, scale=scale)
+    out.copy_(attended)
+
+
+def operator() -> Callable[..., tuple[Any, ...]]:
+    """torch's flash attention of rows laid end to end.
+
+    Raises:
+        NotImplementedError: this torch has none.
+    """
+    found = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    if found is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no flash attention of rows laid end to end")
+    return found  # type: ignore[no-any-return]
+
+
+def _slots(metadata: AttentionMetadata, kv: Paged) -> Tensor:
+    """[T] where pages hold the keys of all rows, whose contexts are laid end to end; once a step for all layers."""
+    from engine.backends.triton.pages import slots_of
+
+    key = (slots_of, kv.keys.shape[1])
+    found = metadata.cache.get(key)
+    if isinstance(found, Tensor):
+        return found
+    check_lengths(metadata, kv, causal=True)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in metadata.context_lens])
+    where = kv.block_tables.device
+    slots = slots_of(kv.block_tables, metadata.query_start, upload(positions, where), kv.keys.shape[1])
+    metadata.cache[key] = slots
+    return slots

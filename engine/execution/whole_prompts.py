@@ -1,0 +1,152 @@
+"""Whether torch's flash attention computes long prompts that come whole: found out at start, by what it computes.
+
+It is asked for (`EngineConfig.flash_prefill`), and stands in for our kernels only where a model's attention is of its
+kind and where its results, on random rows in scattered pages, are theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.triton import attention_flash
+from engine.backends.triton.attention import TritonAttention
+from engine.backends.triton.attention_flash import FlashPrompts, HeadShape
+from engine.model.layers import SelfAttention
+from engine.model.program import Attend
+from engine.model.transformer import Transformer
+
+logger = logging.getLogger("octavo.execution")
+
+# Several tiles of queries and of keys in either kernel, and multiples of neither's.
+_LENGTHS = (301, 77)
+
+
+def use_flash(
+    model: Transformer, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int, max_tokens: int
+) -> None:
+    """Let torch's flash attention compute long prompts that come whole from now on, where it can; the log says where.
+
+    Args:
+        cache_dtype, block_size: of the pages.
+        max_tokens: of a step.
+    """
+    fewest, attentions = attention_flash.FEWEST, _own_attentions(model)
+    refusals: list[str] = []
+    wrong: dict[HeadShape, str] = {}
+    if not isinstance(backend, TritonAttention):
+        refusals = [f"attention is computed by the {backend.name} backend"]
+    elif max_tokens < fewest:
+        refusals = [f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"]
+    elif not attentions:
+        refusals = ["no layer has keys and values of its own in pages"]
+    else:
+        for one in attentions:
+            problem = _obstacle(model, one, cache_dtype)
+            if not problem:
+                shape = HeadShape(one.part.heads, one.part.kv_heads, one.part.head_dim, model.dtype)
+                if shape not in wrong:
+                    wrong[shape] = find_difference(shape, one.part.scale, block_size, model.device)
+                problem = wrong[shape]
+            refusals += [problem] if problem else []
+        backend.flash = FlashPrompts(frozenset(shape for shape, problem in wrong.items() if not problem), fewest)
+    why = "; ".join(dict.fromkeys(refusals))
+    if all(wrong.values()):
+        logger.warning("torch's flash attention is not used, our own kernels are: %s", why)
+        return
+    rest = f", our own kernels in {len(refusals)} ({why})" if refusals else ""
+    logger.log(
+        logging.WARNING if any(wrong.values()) else logging.INFO,
+        "prompts from %d tokens on that come whole: torch's flash attention in %d layers%s",
+        fewest,
+        len(attentions) - len(refusals),
+        rest,
+    )
+
+
+def _own_attentions(model: Transformer) -> list[Attend]:
+    """Those of a decoder's layers to their own tokens."""
+    operations = () if model.decoder is None else model.decoder.program.operations
+    return [one for one in operations if isinstance(one, Attend) and isinstance(one.module, SelfAttention)]
+
+
+def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
+    """Why torch's flash attention does not stand in for an attention; "" where it may."""
+    assert model.decoder is not None
+    return attention_flash.obstacle(
+        model.dtype,
+        one.part.head_dim,
+        pages,
+        causal=one.causal,
+        window=one.window,
+        bias=model.decoder.tables.bias(one.module),
+        softcap=one.part.softcap,
+        sinks=one.sinks is not None,
+    )
+
+
+@torch.inference_mode()
+def find_difference(shape: HeadShape, scale: float, block_size: int, device: torch.device) -> str:
+    """What is wrong with torch's flash attention for heads of a shape; "" if nothing is.
+
+    Two whole prompts of random numbers lie in scattered pages. Either kernel rounds the weights of a query to its
+    format and then the result, so it is off by half a unit in the last place of the result and of the weighted sum of
+    the values' sizes. They may be twice as far apart as both can be off. A prompt alone has the bits that it has
+    beside the other.
+    """
+    q, kv = _random_rows(shape, block_size, device)
+    ours, theirs = TritonAttention(), TritonAttention(FlashPrompts((shape,), fewest=1))
+    try:
+        got = _attend(theirs, q, kv, range(len(_LENGTHS)), scale)
+        alone = [_attend(theirs, part, kv, [row], scale) for row, part in enumerate(torch.split(q, list(_LENGTHS)))]
+    except Exception as error:  # torch's of all kinds: our own kernels compute everything
+        return f"it fails for {_said(shape)} ({(str(error) or repr(error)).splitlines()[0]})"
+    want = _attend(ours, q, kv, range(len(_LENGTHS)), scale).float()
+    sizes = _attend(ours, q, Paged(kv.keys, kv.values.abs(), kv.block_tables), range(len(_LENGTHS)), scale).float()
+    bound = 2 * torch.finfo(shape.dtype).eps * (want.abs() + sizes)
+    apart = (got.float() - want).abs()
+    if not bool((apart <= bound).all()):
+        worst = float((apart / bound).nan_to_num(nan=torch.inf).max())
+        return f"its results for {_said(shape)} are not ours: {worst:.2g} times as far away as rounding explains"
+    if not torch.equal(torch.cat(alone), got):
+        return f"its results for {_said(shape)} depend on what is beside a prompt"
+    return ""
+
+
+def _said(shape: HeadShape) -> str:
+    return f"{shape.heads} heads of {shape.head_dim} features over {shape.kv_heads}"
+
+
+def _random_rows(shape: HeadShape, block_size: int, device: torch.device) -> tuple[Tensor, Paged]:
+    """Queries [T, heads, head_dim], and the pages of a prompt of each length; what no prompt fills is NaN."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(device, shape.dtype)
+
+    counts = [-(-length // block_size) for length in _LENGTHS]
+    order = torch.randperm(sum(counts), generator=random) + 1
+    pages = torch.full(
+        (2, 1 + len(order), block_size, shape.kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype, device=device
+    )
+    tables = torch.zeros(len(_LENGTHS), max(counts), dtype=torch.int32)
+    for row, own in enumerate(torch.split(order, counts)):
+        tables[row, : len(own)] = own
+    kv = Paged(pages[0], pages[1], tables.to(device))
+    for table, length in zip(tables.long(), _LENGTHS, strict=True):
+        places = torch.arange(length)
+        slots = (table[places // block_size] * block_size + places % block_size).to(device)
+        kv.write(slots, *(normal(length, shape.kv_heads, shape.head_dim) for _ in range(2)))
+    return normal(sum(_LENGTHS), shape.heads, shape.head_dim), kv
+
+
+def _attend(backend: TritonAttention, q: Tensor, kv: Paged, rows: Iterable[int], scale: float) -> Tensor:
+    """Attention of some of the rows, whose queries are q."""
+    chosen = list(rows)
+    lengths = [_LENGTHS[row] for row in chosen]
+    own = Paged(kv.keys, kv.values, kv.block_tables[chosen])
+    return backend.attend(q, own, AttentionMetadata.build(lengths, lengths, q.device), scale=scale)
