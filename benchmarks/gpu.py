@@ -19,6 +19,7 @@ kept after each. A part fails where its engine did not record its steps, overlap
     python benchmarks/gpu.py --plan                   # what it would do, and the memory that takes
     python benchmarks/gpu.py --parts decode gap --models Qwen3-0.6B
     python benchmarks/gpu.py --quantization int4 --parts decode prefill --output int4.json    # no goals for these
+    python benchmarks/gpu.py --flash-prefill --parts prefill --output flash.json              # and none for these
     python benchmarks/gpu.py --device cpu --tiny      # a dry run without a GPU: shows that everything works
 """
 
@@ -128,7 +129,8 @@ class Run:
         ours: dict[str, float] = {}
         if self.device.type == "cuda":
             sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
-        with shapes.random_engine(config, self.options.device, sizes, quantization=kind) as engine:
+        settings = {"quantization": kind, "flash_prefill": self.options.flash_prefill}
+        with shapes.random_engine(config, self.options.device, sizes, **settings) as engine:
             self.engines[model] = shapes.facts(engine)
             if problems := shapes.fallen_back(engine):
                 self.failures[f"engine {model}"] = "; ".join(problems)
@@ -204,7 +206,7 @@ def judged(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     """What was found, with the goals, in the order in which it is kept."""
     from gpu_parts import floors
 
-    meant = not options.tiny and options.quantization == "none"
+    meant = not options.tiny and options.quantization == "none" and not options.flash_prefill
     goals = floors.judge(floors.goals(sizes_of(options)), found["parts"], meant=meant)
     head = {"benchmark": "gpu", "shapes": "tiny" if options.tiny else "full"}
     head["quantization"] = options.quantization
@@ -224,6 +226,7 @@ def in_processes(options: argparse.Namespace) -> dict[str, Any]:
 
     command = [sys.executable, str(Path(__file__).resolve()), "--together", "--child", "--device", options.device]
     command += ["--quantization", options.quantization, "--part-timeout", str(options.part_timeout)]
+    command += ["--flash-prefill"] if options.flash_prefill else []
     command += ["--tiny"] if options.tiny else []
     if options.batches:
         command += ["--batches", *map(str, options.batches)]
@@ -321,6 +324,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="of the weights")
+    parser.add_argument("--flash-prefill", action="store_true", help="long prompts by torch's flash attention")
     parser.add_argument("--batches", nargs="+", type=int, metavar="ROWS", help="rows of decoding steps")
     parser.add_argument(
         "--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="families of checks of kernels"

@@ -388,7 +388,9 @@ def test_what_is_not_as_it_is_meant_is_named() -> None:
         graphs = ways and SimpleNamespace(one_row=SimpleNamespace(timed=ways, kept=dict.fromkeys(ways, "x")))
         module = SimpleNamespace(backend=SimpleNamespace(name=attention))
         model = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [module])
-        names = ("dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager")
+        names = (
+            "dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager", "flash_prefill",
+        )  # fmt: skip
         some: Any = SimpleNamespace(**dict.fromkeys(names))
         runner = SimpleNamespace(model=model, graphs=graphs, prompt_graphs=graphs)
         engine: Any = SimpleNamespace(runner=runner, info=some, config=some)

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, Window
 from engine.backends.attention.formats import LARGEST, format_named, movable
 from engine.backends.triton.attention import TritonAttention
+from engine.backends.triton.attention_flash import FlashPrompts, HeadShape
 from gpu_parts.check import Check, Outcome, Setting, SkippedError
 
 Rows = tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of each row
@@ -25,6 +26,7 @@ class Case:
     Attributes:
         queries, contexts: of each row; a row's queries are its last tokens.
         pages: their format; None: that of the queries.
+        flash: on a GPU torch's flash attention computes the rows that are whole.
     """
 
     queries: tuple[int, ...]
@@ -40,6 +42,7 @@ class Case:
     distances: int = 0
     content_bias: bool = False
     query_bias: bool = False
+    flash: bool = False
 
 
 def _paged(case: Case, setting: Setting) -> tuple[Paged, Tensor, Tensor]:
@@ -110,7 +113,9 @@ def _attends(make: Callable[[Setting], list[Case]]) -> Callable[[Setting], Itera
             scale = case.head_dim**-0.5
             if reasons := TritonAttention.unsupported(case, setting.device, paged.keys.dtype):
                 raise SkippedError("; ".join(reasons))
-            got = TritonAttention().attend(
+            theirs = case.flash and setting.device.type == "cuda"  # elsewhere torch has none
+            backend = TritonAttention(FlashPrompts((HeadShape.of(q, paged),), fewest=2) if theirs else None)
+            got = backend.attend(
                 q, paged, metadata, causal=case.causal, window=case.window, scale=scale, bias=bias,
                 softcap=case.softcap,
             )  # fmt: skip
@@ -163,4 +168,5 @@ CHECKS = (
     *_cases("all see all", {"causal": False}, {"causal": False}),
     *_cases("int8 pages", {"pages": "int8"}, {"pages": "int8"}),
     *_cases("fp8 pages", {"pages": "fp8"}, {"pages": "fp8"}),
+    *_cases("whole ones by torch's flash attention", {"flash": True}, {"flash": True})[1:],
 )

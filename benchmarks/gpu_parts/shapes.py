@@ -310,7 +310,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "prompt_graphs": engine.runner.prompt_graphs is not None,
         "one_row": ways_of_one_row(engine),
         **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
-        **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager")},
+        **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager", "flash_prefill")},
     }
 
 
