@@ -1,7 +1,8 @@
 """Long prompts that come whole, by the flash attention of torch's CUDA builds (arXiv:2307.08691).
 
-Pages hold a row's keys and values by the time attention begins. Of a row whose whole context is in this step they are
-laid end to end, as torch's kernel takes them: a copy that is small beside the attention of a long prompt.
+Pages hold a row's keys and values by the time attention begins. Of a row before which nothing stands, a prompt or the
+first piece of a longer one, they are laid end to end, as torch's kernel takes them: a copy that is small beside the
+attention of a long prompt.
 
 Which rows those are follows from a row's own lengths alone, so what else is in the step changes none of its bits. But
 the kernel's sums have another order than ours: bits depend on whether the prompt came whole. So it is a setting
@@ -50,7 +51,7 @@ class Run:
     """Rows of a step that are neighbours, and alike.
 
     Attributes:
-        whole: each of them is a long prompt that came whole.
+        whole: each of them is long, and its context is in this step.
         rows, tokens: their places in the step.
         metadata: as if the step had only these.
     """
@@ -74,7 +75,7 @@ class FlashPrompts:
     fewest: int = FEWEST
 
     def runs(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
-        """The rows of a step, in their order, where long prompts that came whole are among them; else nothing.
+        """The rows of a step, in their order, where long ones whose context is in it are among them; else nothing.
 
         Nothing, too, for a step that is recorded: its rows are not known on the host.
         """
