@@ -16,8 +16,8 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata, 
 from engine.backends.triton import attention_flash
 from engine.backends.triton.attention import TritonAttention
 from engine.backends.triton.attention_flash import FlashPrompts, HeadShape
+from engine.model.attention_operations import Attend
 from engine.model.layers import SelfAttention
-from engine.model.program import Attend
 from engine.model.transformer import Transformer
 
 logger = logging.getLogger("octavo.execution")
