@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from engine import SamplingParams, quantise_checkpoint
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.inspection import inspect_model
-from engine.model import checkpoint
+from engine.model import checkpoint, quantised_loading
 from engine.model.gguf import folder as folders
-from engine.model.gguf.blocks import as_lines, dequantise, find_format
+from engine.model.gguf.blocks import as_quantised, dequantise, find_format
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
+from engine.model.quantisation import quantise
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
 
@@ -139,18 +141,21 @@ def test_q4_k_is_taken_as_it_is() -> None:
     octets[:, 1] &= 0x3F  # halves below 2
     octets[:, 3] &= 0x3F
     exact = dequantise(octets.flatten(), format).view(6, -1)
-    made = as_lines(octets.flatten(), format, 6)
+    made = as_quantised(octets.flatten(), format, 6)
     assert made.inputs == 512
     largest = made.scales.float().abs().amax(-1, keepdim=True).repeat_interleave(32, 2).flatten(1)
     assert ((made.dense() - exact).abs() <= largest * 16 * 2.0**-11).all()
 
 
-def test_one_of_plain_numbers_is_written_in_few_bits(gguf: Any, llama: Path, tmp_path: Path) -> None:
+def test_one_of_plain_numbers_is_written_in_few_bits(
+    gguf: Any, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a checkpoint of its own, which is served alike; one of few bits is refused."""
     path = tmp_path / "plain.gguf"
     write_file(path, KINDS["llama"], formats=("F16", "F32"))
     quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
     prompts = [[1, 5, 9], [4]]
+    monkeypatch.setattr(quantised_loading, "quantise", partial(quantise, portable=True))
     assert answers(tmp_path / "new", prompts) == answers(path, prompts, quantization="int8")
     with pytest.raises(UnsupportedModelError, match=r"in few bits already \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
         quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)

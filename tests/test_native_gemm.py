@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends.native import gemm
 from engine.backends.native.gemm import GROUP, Packed, matmul
+from engine.model import quantisation
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)
@@ -301,7 +302,7 @@ def test_8_bits_err_by_half_a_step(isa: str, dtype: torch.dtype) -> None:
         fast, exact = gemm.quantise_int8_fast(weight), gemm.quantise_int8(weight)
     assert torch.equal(fast.scales, weight.float().abs().amax(1) / 127)
     groups = F.pad(weight.float(), (0, -45 % GROUP)).view(9, -1, GROUP)
-    assert torch.equal(exact.scales, (groups.abs().amax(2) / 127).bfloat16())
+    assert torch.equal(exact.scales, (groups.abs().amax(2) / 127).half())
     for made, scales in (
         (fast, fast.scales[:, None]),
         (exact, exact.scales.float().repeat_interleave(GROUP, 1)[:, :45]),
@@ -325,9 +326,9 @@ def test_4_bits_err_less_than_with_plain_scales(isa: str, dtype: torch.dtype) ->
     scale = torch.where(extreme == 0, 1, extreme / -8)
     through_zero = (groups / scale).round().clamp(-8, 7) * scale - groups
     errors = []
-    for symmetric, plain in ((False, line), (True, through_zero)):
+    for portable, plain in ((False, line), (True, through_zero)):
         with kernels_of(isa):
-            made = gemm.quantise_int4(weight, symmetric)
+            made = gemm.quantise_int4(weight, portable)
         assert made.levels().max() <= 15
         assert torch.equal(gemm.join_levels(made.levels()), made.values)
         assert torch.equal(made.dense()[7, 32:64], weight[7, 32:64].float())
@@ -338,6 +339,23 @@ def test_4_bits_err_less_than_with_plain_scales(isa: str, dtype: torch.dtype) ->
     assert torch.equal(made.scales[..., 1], -8 * made.scales[..., 0])
     assert torch.equal(made.scales[..., 0].bfloat16(), made.scales[..., 0])
     assert errors[0] < 0.8 * errors[1]
+
+
+@each_isa
+@pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-5, 1e-6, 1e-9, 1e5])
+def test_8_bits_of_small_and_large_weights(isa: str, size: float) -> None:
+    """Halves are far apart near 0: no integer leaves its range, and errors are at most half a step of what is kept."""
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(7)) * size
+    for portable in (False, True):
+        with kernels_of(isa):
+            made = gemm.quantise_int8(weight, portable)
+        by_torch = quantisation.quantise_by_torch(weight, "int8", portable)
+        assert torch.equal(made.scales, by_torch.scales)
+        assert int((made.values.int() - by_torch.values.int()).abs().max()) <= 1  # ties
+        assert made.values.abs().max() <= 127
+        steps = made.scales.float().repeat_interleave(GROUP, 1)
+        assert ((made.dense() - weight).abs() <= steps * 0.501).all()
+        assert (made.scales > 0).all()
 
 
 @each_isa

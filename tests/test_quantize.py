@@ -48,13 +48,13 @@ def llama(tmp_path: Path) -> Path:
 
 
 def as_written(weight: torch.Tensor, kind: Quantization) -> Quantised:
-    """As it stands in a file, which has no minima of 4 bits."""
-    return quantise(weight, kind, symmetric=kind == "int4")
+    """As it stands in a file."""
+    return quantise(weight, kind, portable=True)
 
 
 @pytest.fixture
-def without_minima(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made at load has none either, so that it is the same as what was written."""
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made at load is the same as what was written."""
     monkeypatch.setattr(quantised_loading, "quantise", as_written)
 
 
@@ -63,7 +63,7 @@ def write(source: Path, folder: Path, kind: Quantization, **more: Any) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("without_minima")
+@pytest.mark.usefixtures("portable")
 @each_kind
 def test_it_is_served_as_the_original_is_with_that_quantization(
     kind: Quantization, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -97,7 +97,7 @@ WAYS = ("bart", "bert-masked", "convbert", "dbrx", "deepseek-v3", "falcon-alibi"
         "phi3-factors-by-request", "qwen2-moe", "switch-experts", "t5-own-head-scaled")  # fmt: skip
 
 
-@pytest.mark.usefixtures("without_minima")
+@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize(("shape", "make"), [case for case in cases() if case.id in WAYS])
 @pytest.mark.slow
 def test_every_way_of_a_table(shape: Any, make: Callable[[Any, Path], Any], tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_every_way_of_a_table(shape: Any, make: Callable[[Any, Path], Any], tmp_
     assert_same(load(source, None), load(folder, None))
 
 
-@pytest.mark.usefixtures("without_minima")
+@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "granite"])
 def test_what_has_no_place_stays_plain(name: str, tmp_path: Path) -> None:
     """A row that fills no group; and what a family multiplies by a number."""
@@ -216,7 +216,7 @@ def test_transformers_reads_it(llama: Path, tmp_path: Path) -> None:
     assert (found.returncode, found.stdout) == (0, "read\nread\n"), found.stderr
 
 
-@pytest.mark.usefixtures("without_minima")
+@pytest.mark.usefixtures("portable")
 def test_other_checkpoints_of_the_format_are_taken_as_they_are_if_that_is_asked_for(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,11 +36,6 @@ _TRIED = 4  # scales on either side of the plain one
 _ROWS = 4096  # of groups, quantised at a time
 
 
-_QUANTISERS: dict[Quantization, Callable[[Tensor], Quantised]] = {
-    "int8": gemm.quantise_int8,
-    "int8-fast": gemm.quantise_int8_fast,
-    "int4": gemm.quantise_int4,
-}
 _PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] = {
     "int8": gemm.pack_int8,
     "int8-fast": gemm.pack_int8_fast,
@@ -71,18 +66,20 @@ def quantiser() -> str:
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
-def quantise(weight: Tensor, kind: Quantization, symmetric: bool = False) -> Quantised:
+def quantise(weight: Tensor, kind: Quantization, portable: bool = False) -> Quantised:
     """The weight [outputs, inputs] in few bits, on the CPU.
 
     Args:
-        symmetric: of int4, see `gemm.quantise_int4`.
+        portable: as other programs keep such weights, see `gemm.quantise_int8` and `gemm.quantise_int4`.
     """
     weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
-        return quantise_by_torch(weight, kind, symmetric)
-    return gemm.quantise_int4(weight, symmetric=True) if symmetric else _QUANTISERS[kind](weight)
+        return quantise_by_torch(weight, kind, portable)
+    if kind == "int8-fast":
+        return gemm.quantise_int8_fast(weight)
+    return (gemm.quantise_int4 if kind == "int4" else gemm.quantise_int8)(weight, portable)
 
 
 def product(
@@ -127,7 +124,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
     return gemm.matmul(packed, x.float()).to(x.dtype)
 
 
-def quantise_by_torch(weight: Tensor, kind: Quantization, symmetric: bool = False) -> Quantised:
+def quantise_by_torch(weight: Tensor, kind: Quantization, portable: bool = False) -> Quantised:
     """What the quantisers of `gemm` make, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
@@ -135,7 +132,7 @@ def quantise_by_torch(weight: Tensor, kind: Quantization, symmetric: bool = Fals
         return Quantised(steps.to(torch.int8), scales, inputs)
     if kind == "int8":
         groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
-        steps, scales = _steps(groups, torch.bfloat16)
+        steps, scales = _steps(groups, _portable_scales if portable else _kept_scales)
         values = steps.to(torch.int8).view(outputs, -1)[:, :inputs].contiguous()
         return Quantised(values, scales.view(outputs, -1), inputs)
     if not weight.numel():
@@ -143,17 +140,17 @@ def quantise_by_torch(weight: Tensor, kind: Quantization, symmetric: bool = Fals
         return Quantised(values, torch.empty(*values.shape[:2], 2, dtype=torch.float16), inputs)
     places = torch.arange(-(-inputs // GROUP) * GROUP).clamp(max=inputs - 1)  # past the end the last one again
     groups = weight.float()[:, places].view(-1, GROUP)
-    made = [_quantise_groups(part, symmetric) for part in torch.split(groups, _ROWS)]
+    made = [_quantise_groups(part, portable) for part in torch.split(groups, _ROWS)]
     levels, lines = (torch.cat(parts) for parts in zip(*made, strict=True))
     return Quantised(gemm.join_levels(levels.view(outputs, -1, GROUP)), lines.view(outputs, -1, 2), inputs)
 
 
-def _quantise_groups(weights: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _quantise_groups(weights: Tensor, portable: bool) -> tuple[Tensor, Tensor]:
     """Integers from 0 to 15 of groups [N, GROUP], and float16 scales and minima [N, 2]: of several lines the one of
     least squared error."""
     finite = weights.isfinite().all(1)
     weights = torch.where(finite[:, None], weights, 0)
-    found = _best_symmetric(weights) if symmetric else _best_lines(weights)
+    found = _best_symmetric(weights) if portable else _best_lines(weights)
     lines = torch.stack(found, 1).half()
     lines[lines.isinf()] = torch.nan
     scales, minima = lines.float().unbind(1)
@@ -206,21 +203,35 @@ def _levels(weights: Tensor, minima: Tensor, reciprocals: Tensor) -> Tensor:
     return ((weights - minima[:, None]) * reciprocals[:, None]).clamp(0, 15).round().nan_to_num(0.0)
 
 
-def _steps(x: Tensor, kept: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def _kept_scales(scales: Tensor) -> Tensor:
+    """The halves that are nearest; of scales so small that halves are far apart the next larger ones."""
+    near = scales.half()
+    near[near.isinf()] = torch.nan
+    larger = (near.view(torch.int16) + 1).view(torch.float16)
+    return torch.where((scales < 2.0**-14) & (near.float() < scales), larger, near)
+
+
+def _portable_scales(scales: Tensor) -> Tensor:
+    """The same of the nearest bfloat16."""
+    return _kept_scales(scales.bfloat16().float())
+
+
+def _steps(x: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Integers -127 to 127 (float32) and scales of rows [N, size]; NaN is the scale of a row that is not finite.
 
     Args:
-        kept: the scales' format. The integers count steps of what it holds.
+        keep: gives the scales as they are kept. The integers count steps of these.
     """
     x = x.float()
     peak = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     finite = peak.isfinite()
     some = finite & (peak >= _TINY8)
-    scales = (peak / 127).to(kept)
+    scales = peak / 127 if keep is None else keep(peak / 127)
     # 127 / peak, a Python number, rounds twice.
-    reciprocal = torch.full_like(peak, 127) / peak if kept == torch.float32 else 1 / scales.float()
+    reciprocal = torch.full_like(peak, 127) / peak if keep is None else 1 / scales.float()
+    some &= reciprocal.isfinite()
     steps = torch.where(some[:, None], (x * torch.where(some, reciprocal, 0)[:, None]).round(), 0)
-    return steps, torch.where(finite, torch.where(some, scales, 0), torch.nan)
+    return steps, torch.where(finite & ~scales.isnan(), torch.where(some, scales, 0), torch.nan)
 
 
 def torch_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -105,9 +105,7 @@ class Matrix:
         if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
         groups = -(-self.inputs // GROUP)
-        if self.kind == "int4":
-            return torch.float16, (self.count, self.outputs, groups, 2)
-        return torch.bfloat16, (self.count, self.outputs, groups)
+        return torch.float16, (self.count, self.outputs, groups, *((2,) if self.kind == "int4" else ()))
 
 
 class Cache:

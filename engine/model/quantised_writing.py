@@ -1,8 +1,8 @@
 """A checkpoint written anew with matrices of few bits, in a format that other servers read as well.
 
-compressed-tensors' `pack-quantized` holds int8 and int4 exactly as they are made at load, its `int-quantized` does so
-with int8-fast. So what is served of the new folder is to the bit what is served of the old one with the same
-`quantization`. A matrix that the format has no place for stays as it is, and is made smaller when the folder is loaded.
+compressed-tensors' `pack-quantized` holds int8 and int4 with scales of bfloat16 and without minima, its `int-quantized`
+holds int8-fast exactly as it is made at load. What is served of the new folder are these numbers. A matrix that the format
+has no place for stays as it is, and is made smaller when the folder is loaded.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def _made(checkpoint: Checkpoint, name: str, kind: Quantization | None) -> dict[
     tensor, stored = checkpoint.read(name), checkpoint.stored_name(name)
     if kind is None:
         return {stored: tensor}
-    made = quantise(tensor, kind, symmetric=kind == "int4")
+    made = quantise(tensor, kind, portable=True)
     if not bool(made.scales.isfinite().all()):
         raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} holds numbers that are not finite.")
     module = stored.removesuffix(".weight")

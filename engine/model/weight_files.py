@@ -144,7 +144,7 @@ class Checkpoint:
         if place in self._packed:
             return self._packed[place][0].kind
         handle = self._handles[place[0]]
-        return "int4" if isinstance(handle, GgufWeights) and handle.has_lines(place[1]) else None
+        return handle.kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is stored in few bits, of whatever kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.backends.triton.few_bits import _WIDENED, STAGES, rows_kernel, tiling, widen_kernel
 from support.gpu import Variant
 
-VALUES, SCALES = {8: "*i8", 4: "*u8"}, {8: "*bf16", 4: "*i32"}
+VALUES, SCALES = {8: "*i8", 4: "*u8"}, {8: "*fp16", 4: "*i32"}
 
 
 def _rows(

@@ -44,7 +44,7 @@ _PACK_INT8_FAST = Kernel("gemm_pack_int8_fast", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
 _QUANTISE = {
     (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
-    for bits in ("int8", "int8_fast", "int4", "int4_symmetric")
+    for bits in ("int8", "int8_portable", "int8_fast", "int4", "int4_portable")
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
@@ -59,10 +59,10 @@ class Quantised:
     """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
 
     Attributes:
-        values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
+        values: int8 [outputs, inputs]; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
             `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
-        scales: of int8 bfloat16 [outputs, groups], or float32 [outputs]; of 4 bits float16 [outputs, groups, 2], a
-            scale and a minimum: a weight is level * scale + minimum.
+        scales: of int8 float16 [outputs, groups], or float32 [outputs]; of 4 bits float16 [outputs, groups, 2], a scale
+            and a minimum: a weight is level * scale + minimum.
         inputs: how long a row is.
     """
 
@@ -151,15 +151,19 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packe
     return packed
 
 
-def quantise_int8(weight: Tensor) -> Quantised:
+def quantise_int8(weight: Tensor, portable: bool = False) -> Quantised:
     """Integers of 8 bits and for each GROUP inputs of an output the scale that puts the largest weight at about 127.
+
+    Args:
+        portable: scales have the bits of bfloat16, in which other programs keep them.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
     """
     weight = _matrix(weight)
-    scales = torch.empty(weight.shape[0], _groups(weight.shape[1]), dtype=torch.bfloat16)
-    return _quantised("int8", weight, Quantised(torch.empty(weight.shape, dtype=torch.int8), scales, weight.shape[1]))
+    scales = torch.empty(weight.shape[0], _groups(weight.shape[1]), dtype=torch.float16)
+    made = Quantised(torch.empty(weight.shape, dtype=torch.int8), scales, weight.shape[1])
+    return _quantised("int8_portable" if portable else "int8", weight, made)
 
 
 def quantise_int8_fast(weight: Tensor) -> Quantised:
@@ -173,11 +177,11 @@ def quantise_int8_fast(weight: Tensor) -> Quantised:
     return _quantised("int8_fast", weight, made)
 
 
-def quantise_int4(weight: Tensor, symmetric: bool = False) -> Quantised:
+def quantise_int4(weight: Tensor, portable: bool = False) -> Quantised:
     """Integers of 4 bits and for each GROUP inputs the scale and minimum of least squared error among 9 tried.
 
     Args:
-        symmetric: minima are -8 scales, which have the bits of bfloat16; so other programs keep weights of 4 bits.
+        portable: minima are -8 scales, which have the bits of bfloat16; so other programs keep weights of 4 bits.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
@@ -186,7 +190,7 @@ def quantise_int4(weight: Tensor, symmetric: bool = False) -> Quantised:
     outputs, groups = weight.shape[0], _groups(weight.shape[1])
     values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
     made = Quantised(values, torch.empty(outputs, groups, 2, dtype=torch.float16), weight.shape[1])
-    return _quantised("int4_symmetric" if symmetric else "int4", weight, made)
+    return _quantised("int4_portable" if portable else "int4", weight, made)
 
 
 def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
@@ -205,7 +209,7 @@ def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
-    _check(made.scales, torch.bfloat16, (outputs, _groups(made.inputs)))
+    _check(made.scales, torch.float16, (outputs, _groups(made.inputs)))
     return _laid_out("int8", _PACK_INT8, made, bias)
 
 

@@ -166,7 +166,7 @@ def bits(weight: Quantised) -> int:
 
 
 def scales_in(weight: Quantised) -> Tensor:
-    """Scales as kernels read them, [outputs, groups]: bfloat16; of 4 bits int32, with the minimum in the upper half."""
+    """Scales as kernels read them, [outputs, groups]: float16; of 4 bits int32, with the minimum in the upper half."""
     return weight.scales.view(torch.int32).squeeze(-1) if weight.has_minima else weight.scales
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.backends.native.gemm import GROUP, Quantised, join_levels
 from engine.errors import UnsupportedModelError
+from engine.model.quantisation import Quantization
 
 Decode = Callable[[Tensor], Tensor]
 """Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
@@ -45,6 +46,11 @@ class BlockFormat:
     decode: Decode | None = None
     lines: Lines | None = None
 
+    @property
+    def kind(self) -> Quantization | None:
+        """What of our own the numbers are; None for nothing."""
+        return "int8" if self.name == "Q8_0" else None if self.lines is None else "int4"
+
 
 def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
     """The numbers [n] of bytes [n / numbers * size], in float32, or as they are where they are plain.
@@ -64,15 +70,18 @@ def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
     return out.view(-1)
 
 
-def as_lines(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
-    """A matrix of a format that has `lines` as our own 4 bits; scales and minima are rounded to halves, which those of
-    Q4_0 and Q4_1 are.
+def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
+    """A matrix of a format that has a `kind`, as that; scales and minima of Q4_K are rounded to halves, which those of
+    the others are.
 
     Args:
         data: bytes of its rows.
     """
-    assert format.lines is not None
     blocks = data.view(-1, format.size)
+    if format.kind == "int8":
+        values, scales = blocks[:, 2:].contiguous().view(torch.int8), blocks[:, :2].contiguous().view(torch.float16)
+        return Quantised(values.view(rows, -1), scales.view(rows, -1), len(blocks) // rows * format.numbers)
+    assert format.lines is not None
     groups = format.numbers // GROUP
     values = torch.empty(len(blocks), groups, GROUP // 2, dtype=torch.uint8)
     lines = torch.empty(len(blocks), groups, 2, dtype=torch.float16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.blocks import as_lines, dequantise, readable_formats
+from engine.model.gguf.blocks import as_quantised, dequantise, readable_formats
 from engine.model.gguf.container import Gguf, TensorInfo
 
 _MOST_SETTINGS = 1 << 16
@@ -35,8 +35,8 @@ def read_tensor(data: Tensor, info: TensorInfo, start: int = 0, stop: int | None
     return dequantise(octets, info.format).view(stop - start, *info.shape[1:])
 
 
-def read_lines(data: Tensor, info: TensorInfo, expert: int | None = None) -> Quantised:
-    """A matrix whose format has lines, or one of several, as our own 4 bits.
+def read_quantised(data: Tensor, info: TensorInfo, expert: int | None = None) -> Quantised:
+    """A matrix whose format has a kind of ours, or one of several, as that.
 
     Args:
         data: of the file.
@@ -44,7 +44,7 @@ def read_lines(data: Tensor, info: TensorInfo, expert: int | None = None) -> Qua
     rows = info.shape[-2]
     size = info.size // (info.shape[0] if expert is not None else 1)
     begin = info.begin + (expert or 0) * size
-    return as_lines(data[begin : begin + size], info.format, rows)
+    return as_quantised(data[begin : begin + size], info.format, rows)
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.architectures import Placed, describe, place
 from engine.model.gguf.container import read_gguf
-from engine.model.gguf.tensors import check_readable, mapped, read_lines, read_tensor
+from engine.model.gguf.tensors import check_readable, mapped, read_quantised, read_tensor
+from engine.model.quantisation import Quantization
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -46,16 +47,16 @@ class GgufWeights:
         """Whether a tensor is stored in few bits."""
         return self._placed[name].info.format.plain is None
 
-    def has_lines(self, name: str) -> bool:
-        """Whether `quantised` gives it."""
+    def kind(self, name: str) -> Quantization | None:
+        """What of our own a matrix is; None for nothing."""
         placed = self._placed[name]
-        matrix = len(placed.shape) == 2 and placed.shape[1] % GROUP == 0
-        return matrix and placed.info.format.lines is not None and placed.arrangement.keeps_rows
+        matrix = len(placed.shape) == 2 and placed.arrangement.keeps_rows
+        return placed.info.format.kind if matrix else None
 
     def quantised(self, name: str) -> Quantised:
-        """A matrix as our own 4 bits."""
+        """A matrix that has a `kind`, as that."""
         placed = self._placed[name]
-        made = read_lines(self._data, placed.info, placed.expert)
+        made = read_quantised(self._data, placed.info, placed.expert)
         values, lines = (placed.arrangement.arrange(part).contiguous() for part in (made.values, made.scales))
         return Quantised(values, lines, made.inputs)
 

@@ -100,7 +100,7 @@ class CompressedTensors(Scheme):
         by_groups = tensors.shape(scale) == Size((outputs, groups)) and not has_order
         if by_groups and bits == 4 and held in HALVES and fits_groups(whole, groups):
             kind, quantised = "int4", _as_lines
-        elif by_groups and bits == 8 and held == "BF16" and not has_zeros and groups * GROUP == inputs:
+        elif by_groups and bits == 8 and held in HALVES and not has_zeros and groups * GROUP == inputs:
             kind, quantised = "int8", _as_groups
         return Packed(f"{module}.weight", tuple(parts), whole, decode, kind=kind, quantised=quantised)
 
@@ -125,7 +125,7 @@ def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
     integers = made.levels().view(outputs, -1) if kind == "int4" else made.values.view(torch.uint8) ^ _SIGN
     return {
         ".weight_packed": packed(integers, _BITS[kind]),
-        ".weight_scale": made.scales[..., 0].bfloat16() if kind == "int4" else made.scales,
+        ".weight_scale": (made.scales[..., 0] if kind == "int4" else made.scales).bfloat16(),
         ".weight_shape": torch.tensor([outputs, made.inputs]),
     }
 
@@ -157,7 +157,7 @@ _SIGN = 0x80  # integers of 8 bits are stored with this much added
 
 def _as_groups(words: Tensor, scales: Tensor) -> Quantised:
     integers = unpacked(words, 8, 1)
-    return Quantised((integers ^ _SIGN).view(torch.int8), scales, integers.shape[1])
+    return Quantised((integers ^ _SIGN).view(torch.int8), scales.half(), integers.shape[1])
 
 
 def _as_lines(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> Quantised:

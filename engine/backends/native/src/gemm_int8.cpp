@@ -3,6 +3,7 @@
 //
 // Sums within a group are integers and exact; groups are added in float32, in order.
 #include "gemm_groups.h"
+#include "half.h"
 
 namespace octavo::gemm {
 namespace {
@@ -10,7 +11,7 @@ namespace {
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 2);  // of a panel
 constexpr int64_t AHEAD = 4352;
 
-// Weights: for each group [UNITS][PANEL][4], then bfloat16 scales [PANEL]. x: see `prepare_groups`; what is noted is what
+// Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]. x: see `prepare_groups`; what is noted is what
 // the offset of the weights adds to the sum, negated.
 struct Int8 : ByVectors<Int8> {
 #if defined(__AVX512F__)
@@ -34,7 +35,7 @@ struct Int8 : ByVectors<Int8> {
     for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N, panel += GROUP_BYTES) {
       const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
       const int32_t* corrections = x + (UNITS + 1) * N;
-      const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel + GROUP * PANEL);
+      const float16* scales = reinterpret_cast<const float16*>(panel + GROUP * PANEL);
       Integers acc[N][2];
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
@@ -67,22 +68,22 @@ struct Int8 : ByVectors<Int8> {
 
 }  // namespace
 
-// q [outputs, inputs] from -127 to 127, scales [outputs, groups].
-OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const bfloat16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
+// q [outputs, inputs], scales [outputs, groups].
+OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
   constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte
   const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
     const Share mine = share(panels * groups, thread, threads);
     for (int64_t block = mine.first; block < mine.last; ++block) {
       int8_t* out = to + block * GROUP_BYTES;
-      bfloat16* out_scales = reinterpret_cast<bfloat16*>(out + PANEL * GROUP);
+      float16* out_scales = reinterpret_cast<float16*>(out + PANEL * GROUP);
       const int64_t group = block % groups, size = smaller(GROUP, inputs - group * GROUP);
       for (int64_t column = 0; column < PANEL; ++column) {
         const int64_t output = block / groups * PANEL + column;
         const bool real = output < outputs;
         uint32_t words[UNITS] = {};
         if (real) __builtin_memcpy(words, q + output * inputs + group * GROUP, static_cast<size_t>(size));
-        out_scales[column] = real ? scales[output * groups + group] : bfloat16{0};
+        out_scales[column] = real ? scales[output * groups + group] : float16{0};
         for (int64_t i = 0; i < UNITS; ++i) {
           words[i] ^= FLIPPED;
           __builtin_memcpy(out + (i * PANEL + column) * UNIT, words + i, UNIT);

@@ -36,7 +36,7 @@ OCTAVO_INLINE Integers dot_nibbles(Integers acc, Integers weights, int32_t x) {
 #endif
 }
 
-// The same for weights from -127 to 127, OFFSET added. Exact: nothing saturates, x being from -127 to 127 as well.
+// The same for weights of 8 bits, OFFSET added. Exact: nothing saturates, x being from -127 to 127.
 OCTAVO_INLINE Integers dot_bytes(Integers acc, Integers weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (Integers)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(x));

@@ -106,13 +106,13 @@ struct Group {
   }
 };
 
-template <bool SYMMETRIC, class T>
+template <bool PORTABLE, class T>
 OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, float16* line) {
   uint8_t levels[GROUP] = {};
   line[0].bits = line[1].bits = 0x7e00;  // not a number
   if (peak(weights, size) < __builtin_inff()) {
     const Group group(weights, size);
-    const Line best = SYMMETRIC ? group.best_symmetric() : group.best();
+    const Line best = PORTABLE ? group.best_symmetric() : group.best();
     line[0].bits = without_infinity(half_bits(best.scale), 0x7c00);
     line[1].bits = without_infinity(half_bits(best.least), 0x7c00);
     const float scale = widened(line[0]), least = widened(line[1]);
@@ -138,10 +138,18 @@ void quantise_int8_fast(const T* weight, int64_t stride, int8_t* q, float* scale
   });
 }
 
+// The half that is nearest; of a scale so small that halves are far apart the next larger one.
+OCTAVO_INLINE float16 kept_scale(float scale) {
+  constexpr float SMALLEST = 0x1p-14f;  // of normal halves
+  float16 near{without_infinity(half_bits(scale), 0x7c00)};
+  if (scale < SMALLEST && widened(near) < scale) ++near.bits;
+  return near;
+}
+
 // Integers count steps of the scale that is kept. It is at most a 512th part smaller than the one that puts the largest
-// weight at 127, which then comes to less than 127.5.
-template <class T>
-void quantise_int8(const T* weight, int64_t stride, int8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
+// weight at 127, which then comes to less than 127.5. Portable: scales have the bits of bfloat16.
+template <bool PORTABLE, class T>
+void quantise_int8(const T* weight, int64_t stride, int8_t* q, float16* scales, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs * groups, thread, threads);
@@ -149,15 +157,15 @@ void quantise_int8(const T* weight, int64_t stride, int8_t* q, bfloat16* scales,
       const int64_t output = i / groups, at = i % groups * GROUP, size = smaller(GROUP, inputs - at);
       const T* from = weight + output * stride + at;
       Steps steps = Steps::of(from, size);
-      scales[i] = as_bfloat16(steps.scale);
-      const float kept = nearest_bfloat16(steps.scale);
-      if (steps.reciprocal != 0) steps.reciprocal = 1 / kept;
+      scales[i] = kept_scale(PORTABLE ? nearest_bfloat16(steps.scale) : steps.scale);
+      const float kept = widened(scales[i]);
+      if (steps.reciprocal != 0) steps.reciprocal = kept > 0 ? 1 / kept : 0;
       steps.write(from, size, q + output * inputs + at);
     }
   });
 }
 
-template <bool SYMMETRIC, class T>
+template <bool PORTABLE, class T>
 void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
@@ -165,7 +173,7 @@ void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, 
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t at = i % groups * GROUP;
       const T* from = weight + i / groups * stride + at;
-      quantise_group<SYMMETRIC>(from, smaller(GROUP, inputs - at), q + i * (GROUP / 2), lines + i * 2);
+      quantise_group<PORTABLE>(from, smaller(GROUP, inputs - at), q + i * (GROUP / 2), lines + i * 2);
     }
   });
 }
@@ -184,37 +192,29 @@ OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stri
 }
 
 // The same with scales [outputs, groups].
-OCTAVO_EXPORT(gemm_quantise_int8_f32)(const float* weight, int64_t stride, int8_t* q, bfloat16* scales,
-                                      int64_t outputs, int64_t inputs) {
-  quantise_int8(weight, stride, q, scales, outputs, inputs);
-}
+#define OCTAVO_QUANTISE_INT8(name, T, PORTABLE)                                                                     \
+  OCTAVO_EXPORT(gemm_quantise_int8_##name)(const T* weight, int64_t stride, int8_t* q, float16* scales,              \
+                                           int64_t outputs, int64_t inputs) {                                        \
+    quantise_int8<PORTABLE>(weight, stride, q, scales, outputs, inputs);                                              \
+  }
 
-OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, bfloat16* scales,
-                                       int64_t outputs, int64_t inputs) {
-  quantise_int8(weight, stride, q, scales, outputs, inputs);
-}
+OCTAVO_QUANTISE_INT8(f32, float, false)
+OCTAVO_QUANTISE_INT8(bf16, bfloat16, false)
+OCTAVO_QUANTISE_INT8(portable_f32, float, true)
+OCTAVO_QUANTISE_INT8(portable_bf16, bfloat16, true)
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
 // bytes for every eight; what is past the end of a row is not used. lines [outputs, groups, 2], scales and minima: weight
-// is about integer * scale + minimum. Symmetric: minima are -8 scales.
-OCTAVO_EXPORT(gemm_quantise_int4_f32)(const float* weight, int64_t stride, uint8_t* q, float16* lines, int64_t outputs,
-                                      int64_t inputs) {
-  quantise_int4<false>(weight, stride, q, lines, outputs, inputs);
-}
+// is about integer * scale + minimum. Portable: minima are -8 scales, which have the bits of bfloat16.
+#define OCTAVO_QUANTISE_INT4(name, T, PORTABLE)                                                                     \
+  OCTAVO_EXPORT(gemm_quantise_int4_##name)(const T* weight, int64_t stride, uint8_t* q, float16* lines,              \
+                                           int64_t outputs, int64_t inputs) {                                        \
+    quantise_int4<PORTABLE>(weight, stride, q, lines, outputs, inputs);                                               \
+  }
 
-OCTAVO_EXPORT(gemm_quantise_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, float16* lines,
-                                       int64_t outputs, int64_t inputs) {
-  quantise_int4<false>(weight, stride, q, lines, outputs, inputs);
-}
-
-OCTAVO_EXPORT(gemm_quantise_int4_symmetric_f32)(const float* weight, int64_t stride, uint8_t* q, float16* lines,
-                                                int64_t outputs, int64_t inputs) {
-  quantise_int4<true>(weight, stride, q, lines, outputs, inputs);
-}
-
-OCTAVO_EXPORT(gemm_quantise_int4_symmetric_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, float16* lines,
-                                                 int64_t outputs, int64_t inputs) {
-  quantise_int4<true>(weight, stride, q, lines, outputs, inputs);
-}
+OCTAVO_QUANTISE_INT4(f32, float, false)
+OCTAVO_QUANTISE_INT4(bf16, bfloat16, false)
+OCTAVO_QUANTISE_INT4(portable_f32, float, true)
+OCTAVO_QUANTISE_INT4(portable_bf16, bfloat16, true)
 
 }  // namespace octavo::gemm
