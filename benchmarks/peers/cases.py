@@ -118,6 +118,12 @@ def prefill(sizes: Sizes, vocab_size: int) -> Measure:
     return measure
 
 
+def load(engine: Engine) -> Figures:
+    """Seconds per 10^9 bytes of a model's file, up to where a request could come."""
+    seconds, size = engine.load_again(engine.settings[0])
+    return {"load_seconds_per_gb": seconds / size * 1e9}
+
+
 def beams(sizes: Sizes, vocab_size: int, answers: Answers) -> Measure:
     """Tokens per second of the best answer of one request with 4 beams; its prompt is part of the time."""
     prompt = tokens(random.Random(3), sizes.beam_prompt, vocab_size)

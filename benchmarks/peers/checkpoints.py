@@ -15,7 +15,7 @@ EOS = 1  # of the encoder-decoder models
 SPECIAL = ("<unk>", "<s>", "</s>")
 LETTERS = "etaoinsr"  # enough of them for any vocabulary, few enough for words that look like words
 
-# LLaMA shape of SmolLM2-135M, and one that a test can afford.
+# LLaMA shape of SmolLM2-135M, one of 235M parameters, and one that a test can afford.
 SHAPES: dict[str, dict[str, Any]] = {
     "S": {
         "vocab_size": 49152,
@@ -24,6 +24,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    # Rows of whole blocks of Q4_K and Q6_K, which have 256 numbers.
+    "M": {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },

@@ -49,6 +49,12 @@ class Engine:
             raise RuntimeError(f"{self.name}: answers of {new} tokens were asked for, and {lengths} came")
         return answer["seconds"], answer["tokens"]
 
+    def load_again(self, setting: str) -> tuple[float, int]:
+        """Seconds of another load of the model's file, which the system has in memory, and the file's bytes."""
+        started = time.perf_counter()
+        self.prepare(setting)
+        return time.perf_counter() - started, self._model.stat().st_size
+
     def ask(self, **order: Any) -> dict[str, Any]:
         """Any other order."""
         return self._worker.ask(**order)
@@ -83,7 +89,7 @@ class Files:
         return folder
 
     def gguf(self, weights: str) -> Path:
-        """The GGUF file with weights of bf16, q8_0 or q4_0."""
+        """The GGUF file with weights of bf16, q8_0, q4_0 or q4_k_m."""
         file = self.folder / f"{weights}.gguf"
         if not file.exists():
             self._convert("llama.cpp", model=str(self.checkpoint), file=str(file), weights=weights)
@@ -116,7 +122,9 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
     worker = process.start(peer, installs.get(peer), threads, files.folder)
     if peer == "octavo":
         memory = {"kv_cache_memory": "1GiB"}
-        return Engine(name, worker, files.checkpoint, {"defaults": OCTAVO_FORMATS[format] | memory})
+        if format in OCTAVO_FORMATS:
+            return Engine(name, worker, files.checkpoint, {"defaults": OCTAVO_FORMATS[format] | memory})
+        return Engine(name, worker, files.gguf(format), {"as stored": {"quantization": "stored"} | memory})
     if peer == "transformers":
         return Engine(name, worker, files.checkpoint, {"defaults": {"dtype": format}})
     if peer == "openvino":

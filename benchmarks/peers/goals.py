@@ -15,6 +15,7 @@ UNITS = {
     "first_token_ms": "ms",
     "overhead_percent": "%",
     "added_ms": "ms",
+    "load_seconds_per_gb": "s/GB",
 }
 
 
@@ -69,6 +70,16 @@ def goals() -> list[Goal]:
     made += _encoder_decoder("beams-t5-small", "4 beams, T5-small")
     made += _encoder_decoder("beams-bart-base", "4 beams, BART-base")
     made += _encoder_decoder("beams-t5-small-32", "32 mixed x 4 beams, T5-small")
+    for format in ("q4_k_m", "q8_0"):
+        label, both = f"GGUF {format.upper()}", (f"octavo {format}", f"llama.cpp {format}")
+        for case, what, goal in (
+            ("gguf-decode", "decode, batch 1", 1.0),
+            ("gguf-mixed-8", "8 mixed requests", 1.5),
+            ("gguf-mixed-32", "32 mixed requests", 1.5),
+            ("gguf-prefill", "prefill, 1024 tokens", 1.0),
+        ):
+            made.append(Goal(case, f"{label}, {what}", speed, both[:1], both[1:], goal))
+        made.append(Goal("gguf-load", f"{label}, load", "load_seconds_per_gb", both[:1], (), 2.0))
     made.append(
         Goal("overhead", "engine overhead, 32 rows, bfloat16", "overhead_percent", ("octavo bfloat16",), (), 10.0)
     )

@@ -3,8 +3,8 @@
     python llama_cpp_worker.py
 
 Orders as in `octavo_worker.py`; settings are those of `llama_context_params`. {"op": "convert", "model": folder,
-"file": where to, "weights": "bf16", "q8_0" or "q4_0"} writes a GGUF file, and llama.cpp's own quantiser the smaller
-ones.
+"file": where to, "weights": "bf16", "q8_0", "q4_0" or "q4_k_m"} writes a GGUF file, and llama.cpp's own quantiser the
+smaller ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def convert(model: str, file: str, weights: str) -> dict[str, Any]:
         _write(Path(model), plain)
     if weights != "bf16":
         params = api.llama_model_quantize_default_params()
-        params.ftype = {"q8_0": api.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": api.LLAMA_FTYPE_MOSTLY_Q4_0}[weights]
+        params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{weights.upper()}")
         if api.llama_model_quantize(str(plain).encode(), file.encode(), ctypes.byref(params)):
             raise RuntimeError(f"llama.cpp could not quantise {plain} to {weights}")
     return {"bytes": Path(file).stat().st_size}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import GROUP, Quantised, join_levels
+from engine.backends.native.gemm import GROUP, Quantised
 from engine.errors import UnsupportedModelError
 from engine.model.quantisation import Quantization
 
@@ -20,8 +20,8 @@ Decode = Callable[[Tensor], Tensor]
 """Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
 
 Lines = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Makes uint8 integers [blocks, numbers / 32, 32] of bytes [blocks, size], and the scales and minima [blocks, numbers /
-32] with which they are the numbers."""
+"""Makes of bytes [blocks, size] integers as our own 4 bits have them, int32 [blocks, numbers / 32, 4], and the scales
+and minima [blocks, numbers / 32] with which they are the numbers."""
 
 _CHUNK = 1 << 20
 """Numbers that are decoded at once: what is made on the way takes some 20 bytes of each."""
@@ -83,15 +83,14 @@ def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
         return Quantised(values.view(rows, -1), scales.view(rows, -1), len(blocks) // rows * format.numbers)
     assert format.lines is not None
     groups = format.numbers // GROUP
-    values = torch.empty(len(blocks), groups, GROUP // 2, dtype=torch.uint8)
+    values = torch.empty(len(blocks), groups, 4, dtype=torch.int32)
     lines = torch.empty(len(blocks), groups, 2, dtype=torch.float16)
     step = _CHUNK // format.numbers
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
-        levels, lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
-        values[part] = join_levels(levels)
+        values[part], lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
     columns = len(blocks) // rows * format.numbers
-    return Quantised(values.view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)
+    return Quantised(values.view(torch.uint8).view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)
 
 
 def _half(octets: Tensor) -> Tensor:
@@ -107,9 +106,18 @@ def _fields(octets: Tensor, width: int, bits: int) -> Tensor:
     return torch.stack([grouped >> shift & (1 << bits) - 1 for shift in shifts], dim=2)
 
 
+def _halves_as_ours(octets: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes [blocks, runs, width] whose lower halves are the integers of one group, or of its beginning, and whose
+    upper halves those of the next, or of its end: these two as our own 4 bits, int32 [blocks, runs, width / 8]."""
+    words = octets.contiguous().view(torch.int32)
+    first, second = words[..., 0::2], words[..., 1::2]
+    lower, upper = 0x0F0F0F0F, -0x0F0F0F10  # of each byte
+    return first & lower | (second & lower) << 4, first >> 4 & lower | second & upper
+
+
 def _q4_0_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = _half(blocks[:, :2])
-    return _fields(blocks[:, 2:], 16, 4).view(-1, 1, 32), scales, -8 * scales
+    return torch.cat(_halves_as_ours(blocks[:, None, 2:]), -1), scales, -8 * scales
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -118,7 +126,7 @@ def _q4_0(blocks: Tensor) -> Tensor:
 
 
 def _q4_1_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _fields(blocks[:, 4:], 16, 4).view(-1, 1, 32), _half(blocks[:, :2]), _half(blocks[:, 2:4])
+    return torch.cat(_halves_as_ours(blocks[:, None, 4:]), -1), _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
@@ -179,7 +187,7 @@ def _with_minima(q: Tensor, blocks: Tensor) -> Tensor:
 
 def _q4_k_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales, minima = _scales_and_minima(blocks)
-    return _fields(blocks[:, 16:], 32, 4).view(-1, 8, 32), scales, -minima
+    return torch.stack(_halves_as_ours(blocks[:, 16:].view(-1, 4, 32)), 2).flatten(1, 2), scales, -minima
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
