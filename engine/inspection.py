@@ -65,6 +65,7 @@ class ModelFacts:
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or as few bits as the settings say.
+        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no weights of few bits.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
         max_num_seqs: most requests of which each has a row in a step.
@@ -97,6 +98,7 @@ class ModelFacts:
     free: int
     tasks: tuple[Task, ...] = ("generate",)
     quantization: str | None = None
+    weights_as_stored: int = 0
     stored: dict[str, int] = field(default_factory=dict)
     no_tokenizer: str = ""
 
@@ -179,11 +181,13 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     encoder_len = find_max_encoder_len(config, spec, max_model_len)
     # Shapes, no memory.
     model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
-    if quantization == "stored":
+    as_stored = 0
+    if scheme is not None or files[0].suffix == SUFFIX:
         with Checkpoint(path, scheme) as checkpoint:
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
             mark_stored(model, checkpoint, table)
+        as_stored = model.weight_bytes("stored")
     weights = model.weight_bytes(quantization)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
@@ -203,6 +207,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         dtype=str(dtype).removeprefix("torch."),
         kv_cache_dtype=format_name(cache_dtype),
         weights=weights,
+        weights_as_stored=as_stored,
         num_blocks=num_blocks,
         pages=pages,
         max_num_seqs=limits.max_num_seqs,

@@ -240,6 +240,7 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama)]) == 0
     shown = capsys.readouterr().out
     assert "tokenizer      none" in shown
+    assert "MiB with --quantization stored" in shown
     assert "tokens fit at a time" in shown
     assert f"octavo serve {llama} --tokenizer NAME" in shown
     assert main(["models", str(llama), "--json"]) == 0

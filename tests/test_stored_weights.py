@@ -165,6 +165,7 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     engine = make_engine(tmp_path)
     exact = logprobs(engine, prompt)
     assert facts.quantization == "stored"
+    assert facts.weights == facts.weights_as_stored
     plain_size = sum(tensor.numel() * 4 for tensor in plain.values())
     assert facts.weights < plain_size
     engine.close()

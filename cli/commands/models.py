@@ -143,6 +143,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
     weights = f"{_mebi(facts.weights)} in {facts.quantization or facts.dtype}, on {facts.device}"
+    if facts.weights_as_stored and facts.quantization is None:
+        weights += f"; {_mebi(facts.weights_as_stored)} with --quantization stored"
     shown.append(("weights", weights, facts.weights))
     if facts.num_blocks:
         tokens = facts.num_blocks * facts.block_size
