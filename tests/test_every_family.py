@@ -246,7 +246,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Speech:
 @pytest.mark.parametrize("name", ["as stored", *FORMATS])
 def test_speech_over_http_on_few_pages(name: str, speech: Speech) -> None:
     """Texts, segments and words of sounds together, preempted, are those of each alone. In pages of int8 and with
-    weights of few bits the model says nearly what it says in float32, at nearly the same times."""
+    weights of few bits the model says nearly what it says in float32, with 8 bits at nearly the same times."""
     client = LocalClient(EngineConfig(model=str(speech.path), **(COMMON | SPEECH_PAGES | FORMATS.get(name, {}))))
     app = create_app(client, load_tokenizer(str(speech.path)), "tiny")
     asked = []
@@ -266,7 +266,8 @@ def test_speech_over_http_on_few_pages(name: str, speech: Speech) -> None:
         error = (logprobs(client.engine, speech.window) - speech.logprobs).abs().median() / speech.logprobs.std()
         assert 0 < float(error) < NEAR.get(name, 1.0)
         assert len(speech.positions.unique()) > 8
-        assert float((positions(client.engine, speech.window) - speech.positions).abs().mean()) < 3
+        moved = float((positions(client.engine, speech.window) - speech.positions).abs().mean())
+        assert moved < (3 if name in NEAR else 50)  # random weights of 4 bits lead to another path
     client.engine.close()
 
 
