@@ -46,7 +46,7 @@ def test_features_are_those_of_transformers(size: dict[str, int], seconds: float
     # What torch makes of it in float32 is itself 1.5e-5 from that here and there.
     by_torch = extractor(samples, sampling_rate=16_000, return_tensors="np").input_features[0]
     np.testing.assert_allclose(found, by_torch, atol=3e-5)
-    assert np.mean(np.abs(found - by_torch) > 1e-5) < 1e-4
+    assert np.mean(np.abs(found - by_torch) > 1e-5) < 1e-3
 
 
 def test_languages_are_those_of_transformers() -> None:
