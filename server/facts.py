@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine import EngineConfig, EngineInfo
 from engine.host.logs import adopt_libraries
+from engine.pooled import check_sides
 from engine.text.processor import Tokenizer, load_tokenizer
 from server.config.settings import DEMOS
 
@@ -36,6 +37,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
     source = info.model_path if own else config.tokenizer
     revision = config.revision if own else None
     tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
+    check_sides(info, tokenizer)
     adopt_libraries()
     if tokenizer is not None:
         from server.answering.long_texts import leave_to_worker  # with the app, while the engine loads

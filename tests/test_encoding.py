@@ -266,3 +266,23 @@ def test_ids_are_cut_on_the_same_side() -> None:
     left = Encoding.of_ids([5, 6, 7, 8], 3, "left", type_ids=[0, 0, 1, 1])
     assert (left.ids, left.type_ids, left.truncated) == ([6, 7, 8], [0, 1, 1], True)
     assert not Encoding.of_ids([5, 6], 2).truncated
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_marker_is_one_of_the_special_tokens(is_fast: bool, side: str, legacy: Any) -> None:
+    hf = wordpiece() if is_fast else legacy
+    tokenizer = Tokenizer(copy.deepcopy(hf))
+    tokenizer.truncation_side = side  # type: ignore[assignment]
+    text, mark = "the engine in London", hf.convert_tokens_to_ids("a")
+    for size in (None, *range(3, 9)):
+        plain = tokenizer.encode_input(text, max_length=None if size is None else size - 1)
+        found = tokenizer.encode_input(text, max_length=size, marker=mark)
+        assert found.ids == [plain.ids[0], mark, *plain.ids[1:]]
+        assert found.sequence == [None, None, *plain.sequence[1:]]
+        assert (found.truncated, len(found.type_ids)) == (plain.truncated, len(found.ids))
+        assert found.offsets == (None if plain.offsets is None else [(0, 0), *plain.offsets])
+    with pytest.raises(InvalidRequestError, match="adds 3 special tokens"):
+        tokenizer.encode_input(text, max_length=2, marker=mark)
+    bare = hf.encode(text, add_special_tokens=False)
+    assert tokenizer.encode_input(text, add_special_tokens=False, marker=mark).ids == [mark, *bare]

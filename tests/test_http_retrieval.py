@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.late_interaction import Late, pylate, stanford
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import LABELS, TEXTS, TextEncoder, make_text_encoder
-from test_retrieval import colbert, expanded, pylate, token_vectors
+from support.text_encoders import LABELS, TEXTS, make_text_encoder
+from test_retrieval import expanded
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,11 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
     return PoolingApi(make_text_encoder("cross", tmp_path_factory.mktemp("cross")))
 
 
-Late = tuple[PoolingApi, TextEncoder, torch.Tensor]
-
-
 @pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> Late:
-    folder = tmp_path_factory.mktemp("late")
-    checkpoint, matrix = colbert(folder)
-    return PoolingApi(checkpoint), checkpoint, matrix
+def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[PoolingApi, Late]:
+    """A model that does not say how queries and documents are read."""
+    found = stanford(tmp_path_factory.mktemp("late"))
+    return PoolingApi(found.encoder), found
 
 
 def vectors(api: PoolingApi, **body: Any) -> list[Any]:
@@ -104,11 +102,11 @@ def test_weights_of_an_inputs_own_tokens(tmp_path: Path) -> None:
     assert {entry["index"]: entry["value"] for entry in found} == pytest.approx(wanted, rel=1e-4)
 
 
-def test_vectors_of_tokens(late: Late) -> None:
-    api, checkpoint, matrix = late
+def test_vectors_of_tokens(late: tuple[PoolingApi, Late]) -> None:
+    api, model = late
     answer = api.ask("/pooling", input=TEXTS)  # the model does nothing else
     for text, item in zip(TEXTS, answer["data"], strict=True):
-        wanted = token_vectors(checkpoint, matrix, checkpoint.tokenizer(text).input_ids)
+        wanted = model.plain(model.encoder.tokenizer(text).input_ids)
         assert torch.allclose(torch.tensor(item["data"]), wanted, atol=1e-5)
     assert listed(api, "/embed_all", inputs=TEXTS) == [item["data"] for item in answer["data"]]
     data = api.ask("/pooling", input=TEXTS, encoding_format="base64")["data"]
@@ -116,9 +114,9 @@ def test_vectors_of_tokens(late: Late) -> None:
     assert np.array_equal(found, np.array(answer["data"][1]["data"], dtype=np.float32))
 
 
-def test_ranks_by_max_sim(late: Late) -> None:
-    api, checkpoint, matrix = late
-    found = [token_vectors(checkpoint, matrix, checkpoint.tokenizer(text).input_ids) for text in TEXTS]
+def test_ranks_by_max_sim(late: tuple[PoolingApi, Late]) -> None:
+    api, model = late
+    found = [model.plain(model.encoder.tokenizer(text).input_ids) for text in TEXTS]
     wanted = [float((found[0] @ other.T).max(1).values.sum()) for other in found]
     scores = [item["score"] for item in api.ask("/v1/score", text_1=TEXTS[0], text_2=TEXTS)["data"]]
     assert scores == pytest.approx(wanted, rel=1e-5)
@@ -132,11 +130,11 @@ def test_ranks_by_max_sim(late: Late) -> None:
 
 
 def test_markers_go_by_the_side(tmp_path: Path) -> None:
-    checkpoint, _ = pylate(tmp_path / "m")
-    api = PoolingApi(TextEncoder(tmp_path / "m", checkpoint.model, checkpoint.tokenizer))
+    model = pylate(tmp_path / "m", {"do_query_expansion": False})
+    api = PoolingApi(model.encoder)
     query = api.ask("/pooling", input=["snow"], prompt_name="query")["data"][0]["data"]
     document = api.ask("/pooling", input=["snow"], prompt_name="document")["data"][0]["data"]
-    assert len(query) == len(document) == len(checkpoint.tokenizer("snow").input_ids) + 1
+    assert len(query) == len(document) == len(model.encoder.tokenizer("snow").input_ids) + 1
     wanted = (np.array(query) @ np.array(document).T).max(1).sum()
     assert api.ask("/v1/score", text_1="snow", text_2="snow")["data"][0]["score"] == pytest.approx(wanted, rel=1e-5)
     assert "no prompt named 'other'" in api.refused("/pooling", input=["snow"], prompt_name="other")["message"]

@@ -77,7 +77,8 @@ APART = {
 
 POOLING = PoolingParams(
     task="fill_mask", pooling="mean_sqrt_len", normalize=True, dimensions=7, use_activation=False, positions=[3, 1],
-    words=[4, 2], threshold=0.25, top_k=9, skip_tokens=2, encoder_length=5,
+    words=[4, 2], threshold=0.25, top_k=9, skip_tokens=2, left_out=[5], attended=6,
+    encoder_length=5,
 )  # fmt: skip
 
 VALUES = np.array([[0.1, -0.0, 1e-45], [3.4e38, -2.5, 1 / 3]], dtype=np.float32)

@@ -13,17 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
 from support.driving import finish, make_engine
-from support.sentence import HIDDEN, NORMALIZE, TRANSFORMER, VOCAB, Module, dense, pipeline_folder, pooling, save_bert
-from support.text_encoders import TEXTS, TextEncoder, make_text_encoder
+from support.late_interaction import IDENTITY, stanford
+from support.sentence import HIDDEN, NORMALIZE, VOCAB, Module, dense, pipeline_folder, pooling, save_bert
+from support.text_encoders import TEXTS, make_text_encoder
 
 from engine import LLM, Engine, InvalidRequestError, Pooled, PoolingParams, Task
 from engine.errors import ModelLoadError, UnsupportedModelError
 
 LENGTHS = (1, 2, 7, 200, 19)
 SPLADE = "sentence_transformers.sparse_encoder.models."
-IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def splade(**config: Any) -> Module:
@@ -136,6 +135,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "pooled": ([pooling("mean")], {"settings": {"model_type": "ColBERT"}}, "Pooling is not implemented for vectors of"),
     "skiplist": ([], {"settings": {"model_type": "ColBERT", "skiplist_words": "."}}, "must be a list of texts"),
     "prefix": ([], {"settings": {"model_type": "ColBERT", "query_prefix": 1}}, "query_prefix and document_prefix"),
+    "length": ([], {"settings": {"model_type": "ColBERT", "document_length": True}}, "document_length must be a whole"),
     "size": (
         [Module("pylate.models.Dense.Dense", dense(9, 4, IDENTITY, bias=False).config)],
         {},
@@ -244,76 +244,22 @@ def test_files_of_torch_are_read_as_tensors_alone(
 # ---------------------------------------------------------------- ColBERT
 
 
-def colbert(folder: Path) -> tuple[TextEncoder, torch.Tensor]:
-    """A checkpoint as ColBERT's own library saves it: the matrix is among the weights, its size nowhere else."""
-    found = make_text_encoder("headless", folder)
-    matrix = torch.randn(12, 32, generator=torch.Generator().manual_seed(6))
-    weights = {f"bert.{name}": weight for name, weight in load_file(folder / "model.safetensors").items()}
-    save_file(weights | {"linear.weight": matrix}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
-    return found, matrix
-
-
-def pylate(folder: Path) -> tuple[TextEncoder, torch.Tensor]:
-    """A checkpoint as PyLate saves it, with markers among the tokenizer's tokens."""
-    found = make_text_encoder("headless", folder.parent / "plain", vocab_size=168)
-    found.tokenizer.add_tokens(["[Q] ", "[D] "])
-    found.tokenizer.save_pretrained(folder.parent / "plain")
-    assert len(found.tokenizer) <= 168
-    part = dense(32, 12, IDENTITY, bias=False)
-    pipeline_folder(
-        folder,
-        folder.parent / "plain",
-        [Module("pylate.models.Dense.Dense", part.config, part.tensors)],
-        kind=TRANSFORMER,
-        settings={
-            "query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 32, "document_length": 180,
-            "do_query_expansion": False, "skiplist_words": [".", ",", "!"],
-        },
-    )  # fmt: skip
-    return found, part.tensors["linear.weight"]
-
-
-@torch.no_grad()
-def token_vectors(checkpoint: TextEncoder, matrix: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    found = checkpoint.model(torch.tensor([ids])).last_hidden_state[0] @ matrix.T
-    return F.normalize(found, dim=-1)
-
-
 def test_colbert(tmp_path: Path) -> None:
-    checkpoint, matrix = colbert(tmp_path)
+    """One that does not say how queries and documents are read; tests/test_late_interaction.py has the others."""
+    late = stanford(tmp_path)
     llm = LLM(str(tmp_path), dtype="float32", device="cpu", show_progress=False)
     info = llm.engine.info
     assert info.tasks == ("token_embed",)
     assert info.token_vectors is not None
     assert info.token_vectors.size == 12
-    ids = [checkpoint.tokenizer(text).input_ids for text in TEXTS]
-    vectors = [token_vectors(checkpoint, matrix, tokens) for tokens in ids]
+    ids = [late.encoder.tokenizer(text).input_ids for text in TEXTS]
+    vectors = [late.plain(tokens) for tokens in ids]
     wanted = [float((vectors[0] @ other.T).max(1).values.sum()) for other in vectors]
     found = llm.score(TEXTS[0], TEXTS)
     assert [output.score for output in found] == pytest.approx(wanted, rel=1e-5)
     assert found[1].prompt_token_ids == ids[0] + ids[1]
     with pytest.raises(InvalidRequestError, match="cannot serve embed"):
         llm.embed(TEXTS)
-
-
-def test_pylate_marks_queries_and_documents(tmp_path: Path) -> None:
-    checkpoint, matrix = pylate(tmp_path / "m")
-    llm = LLM(str(tmp_path / "m"), dtype="float32", device="cpu", show_progress=False)
-    tokenizer = checkpoint.tokenizer
-    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in ("[Q] ", "[D] ")]
-    skipped = {tokenizer.convert_tokens_to_ids(word) for word in (".", ",", "!")}
-
-    def vectors(text: str, mark: int) -> torch.Tensor:
-        first, *rest = tokenizer(text).input_ids
-        ids = [first, mark, *rest]
-        found = token_vectors(checkpoint, matrix, ids)
-        return found if mark == marks[0] else found[[token not in skipped for token in ids]]
-
-    query = vectors(TEXTS[0], marks[0])
-    wanted = [float((query @ vectors(text, marks[1]).T).max(1).values.sum()) for text in TEXTS]
-    assert [output.score for output in llm.score(TEXTS[0], TEXTS)] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_colbert_without_its_matrix(bert: tuple[Path, Any], tmp_path: Path) -> None:

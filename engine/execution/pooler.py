@@ -144,7 +144,11 @@ class Pooler:
         """A vector for each token; each input by itself, so that none depends on the others. They are always whole."""
         answers = []
         for row, (begin, end) in zip(rows, spans, strict=True):
-            vectors = hidden[begin + row.pooling.skip_tokens : end].float()
+            first, last = begin + row.pooling.skip_tokens, end
+            vectors = hidden[first:last].float()
+            if row.pooling.left_out:
+                kept = np.setdiff1d(np.arange(first, last), np.add(row.pooling.left_out, begin))
+                vectors = vectors[torch.from_numpy(kept - first).to(vectors.device)]
             if self._parts.tokens is not None:
                 vectors = self._parts.tokens(vectors)
             if row.pooling.normalize:

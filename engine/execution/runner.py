@@ -264,11 +264,10 @@ class ModelRunner:
     def _read(self, plan: StepPlan, model: Transformer) -> Tensor:
         """Hidden states of whole inputs."""
         padded = max(plan.num_tokens, self.min_rows)
-        lengths = np.diff(plan.query_start).tolist()
         return model.read(
             self._token_ids.fill(plan.token_ids, padded),
             self._positions.fill(plan.positions, padded),
-            AttentionMetadata.build(lengths, lengths, self.model.device),
+            AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device),
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),

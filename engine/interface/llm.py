@@ -21,6 +21,7 @@ from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.pooled import check_sides
 from engine.text.processor import OutputProcessor, load_tokenizer
 
 Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
@@ -48,6 +49,7 @@ class LLM(PoolingMethods):
                 hf_token=config.hf_token,
                 lower_case=engine.info.lower_case,
             )
+        check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
 
     def generate(

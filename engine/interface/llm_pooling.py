@@ -13,8 +13,9 @@ from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.outputs import Pooled, PoolingMode
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
-from engine.interface.request import EngineInput, PoolingParams
+from engine.interface.request import EngineInput, PoolingParams, TokenInput
 from engine.pooled import (
+    PLAIN,
     SIDES,
     Aggregation,
     AnswerOutput,
@@ -26,10 +27,12 @@ from engine.pooled import (
     EntityTerms,
     FillMaskOutput,
     ScoreOutput,
+    SideReading,
     TokenClassificationOutput,
     answers_of,
     check_aggregation,
     check_scores,
+    compared_side,
     entities_of,
     find_prompt,
     is_cross_encoder,
@@ -95,10 +98,10 @@ class PoolingMethods:
         terms: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         sources, limit = read_sources(inputs, images=True), longest(truncate_prompt_tokens, info)
         prompt = find_prompt(info, prompt_name)
-        readings, pooled = self._embedded([(prompt, source) for source in sources], limit, terms, use_tqdm)
+        ids, pooled = self._embedded([(prompt, PLAIN, source) for source in sources], limit, terms, use_tqdm)
         return [
-            EmbeddingOutput(prompt_token_ids=reading.encoding.ids, embedding=vector_of(answer))
-            for reading, answer in zip(readings, pooled, strict=True)
+            EmbeddingOutput(prompt_token_ids=tokens, embedding=vector_of(answer))
+            for tokens, answer in zip(ids, pooled, strict=True)
         ]
 
     def score(
@@ -140,17 +143,16 @@ class PoolingMethods:
                 ScoreOutput(score=vector_of(answer)[0], prompt_token_ids=reading.encoding.ids)
                 for reading, answer in zip(readings, answers, strict=True)
             ]
-        comparer = Comparer(info, self.tokenizer)
-        one, other = (side_prompt(info, side) for side in SIDES)
-        asked = [((one, first), (other, second)) for first, second in pairs]
+        comparer = Comparer(info)
+        one, other = ((side_prompt(info, side), compared_side(info, self.tokenizer, side)) for side in SIDES)
+        asked = [((*one, first), (*other, second)) for first, second in pairs]
         distinct = list(dict.fromkeys(text for pair in asked for text in pair))
-        readings, answers = self._embedded(distinct, limit, {"task": comparer.task}, use_tqdm)
-        read = dict(zip(distinct, zip(readings, answers, strict=True), strict=True))
+        inputs, answers = self._embedded(distinct, limit, {"task": comparer.task}, use_tqdm)
+        read = dict(zip(distinct, zip(inputs, answers, strict=True), strict=True))
         found = []
         for query, document in asked:
-            ids, tokens = (read[text][0].encoding.ids for text in (query, document))
-            score = comparer.score(read[query][1], read[document][1], tokens)
-            found.append(ScoreOutput(score=score, prompt_token_ids=ids + tokens))
+            (ids, first), (tokens, second) = read[query], read[document]
+            found.append(ScoreOutput(score=comparer.score(first, second), prompt_token_ids=ids + tokens))
         return found
 
     def classify(
@@ -349,22 +351,35 @@ class PoolingMethods:
 
     def _embedded(
         self,
-        asked: Sequence[tuple[str, Source]],
+        asked: Sequence[tuple[str, SideReading, Source]],
         limit: int | None,
         terms: dict[str, Any],
         use_tqdm: bool | None,
-    ) -> tuple[list[Reading], list[Pooled]]:
-        """Inputs as they are read, each behind its prompt, and their vectors."""
+    ) -> tuple[list[list[int]], list[Pooled]]:
+        """The tokens of inputs as they are read, each behind its prompt and as its side is, and their vectors."""
         info, tokenizer = self.engine.info, self.tokenizer
-        readers, skips = dict[str, Reader](), dict[str, int]()
-        for prompt in dict.fromkeys(prompt for prompt, _ in asked):
-            readers[prompt] = Reader(tokenizer, info, limit, prompt)
-            skips[prompt] = 0 if tokenizer is None else prompt_tokens(tokenizer, info, prompt)
-        readings = [readers[prompt].read(source) for prompt, source in asked]
-        params = [
-            PoolingParams(skip_tokens=0 if source.text is None else skips[prompt], **terms) for prompt, source in asked
-        ]
-        return readings, self._pool(readings, params, "embedding", use_tqdm)
+        readers = dict[tuple[str, SideReading], tuple[Reader, PoolingParams]]()
+        for prompt, side in dict.fromkeys((prompt, side) for prompt, side, _ in asked):
+            skipped = 0 if tokenizer is None else prompt_tokens(tokenizer, info, prompt)
+            reader = Reader(tokenizer, info, side.limit(limit), prompt, side.marker)
+            readers[prompt, side] = reader, PoolingParams(skip_tokens=skipped, **terms)
+        plain = Reader(tokenizer, info, limit)
+        ids, inputs, params = list[list[int]](), list[EngineInput](), list[PoolingParams]()
+        given: EngineInput
+        for prompt, side, source in asked:
+            if source.text is None:  # token ids stay as they are, and images have none
+                reading = plain.read(source)
+                given, wanted = reading.input, side.without_ignored(reading.encoding.ids, PoolingParams(**terms))
+                ids.append(reading.encoding.ids)
+            else:
+                reader, wanted = readers[prompt, side]
+                reading = reader.read(source)
+                assert isinstance(reading.input, TokenInput)
+                given, wanted = side.complete(reading.input, wanted, limit)
+                ids.append([*reading.encoding.ids, *given.token_ids[len(reading.input.token_ids) :]])
+            inputs.append(given)
+            params.append(wanted)
+        return ids, self._pool_inputs(inputs, params, "embedding", use_tqdm)
 
     def _pool(
         self, readings: Sequence[Reading], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None

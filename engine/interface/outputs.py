@@ -316,18 +316,39 @@ class SignalInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideInfo:
+    """How a query, or a document, is read for vectors of its tokens (ColBERT, arXiv:2004.12832, 3.2).
+
+    Attributes:
+        marker: the token of the vocabulary that stands after an input's first one; None for none.
+        length: inputs are cut to so many tokens, all included.
+        filled: mask tokens fill inputs up to that length.
+        attended: other tokens attend to those; else they have vectors, and no token attends to them.
+        ignored: tokens that have no vector. One that the vocabulary lacks stands for the unknown token.
+        punctuation: nor has the first token of each of ASCII's punctuation marks.
+    """
+
+    marker: str | None
+    length: int
+    filled: bool = False
+    attended: bool = False
+    ignored: tuple[str, ...] = ()
+    punctuation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenVectorsInfo:
     """The vectors that a model makes of tokens.
 
     Attributes:
         size: features of one.
         first: tokens at the beginning of an input that have none.
-        ignored: words whose tokens do not count in a document.
+        sides: how a "query" and a "document" are read; {}: like any text.
     """
 
     size: int
     first: int = 0
-    ignored: tuple[str, ...] = ()
+    sides: dict[str, SideInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

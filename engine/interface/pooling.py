@@ -55,6 +55,9 @@ class PoolingParams:
         top_k: fill_mask: how many of the most probable tokens to report (5).
         skip_tokens: embed: leave the first so many tokens, an instruction for example, out of the vector. Nothing is
             left out of a single token's. align: the first so many tokens began the answer, and are not aligned.
+        left_out: token_embed: these tokens have no vector.
+        attended: token_embed, of models whose queries are filled up so (`SideInfo.filled`): the first so many tokens
+            are attended to; those after them attend to these, and none to them. None: all are.
         encoder_length: align: the encoder's first so many positions hold sound; None: all.
     """
 
@@ -68,6 +71,8 @@ class PoolingParams:
     threshold: float | None = None
     top_k: int | None = None
     skip_tokens: int = 0
+    left_out: Sequence[int] | None = None
+    attended: int | None = None
     encoder_length: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,9 +87,10 @@ class PoolingParams:
         check_number("dimensions", self.dimensions, NumberRange(low=1, integer=True))
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
         check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))
+        check_number("attended", self.attended, NumberRange(low=1, integer=True))
         check_number("encoder_length", self.encoder_length, NumberRange(low=1, integer=True))
         check_number("threshold", self.threshold, NumberRange(low=0, high=1))
-        for name in ("positions", "words"):
+        for name in ("positions", "words", "left_out"):
             if (places := getattr(self, name)) is not None:
                 _check_places(name, places)
         if self.task == "fill_mask" and not self.positions:
@@ -110,6 +116,8 @@ class Pooling:
     threshold: float = DEFAULT_THRESHOLD
     top_k: int = DEFAULT_TOP_K
     skip_tokens: int = 0
+    left_out: tuple[int, ...] = ()
+    attended: int | None = None
     alignment: Alignment | None = None
     encoder_length: int | None = None
 
@@ -155,8 +163,8 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     if params.task == "token_embed":
         normalize = info.token_vectors is not None if params.normalize is None else params.normalize
         skip = 0 if info.token_vectors is None else info.token_vectors.first
-    positions, words = tuple(params.positions or ()), tuple(params.words or ())
-    for name, places in (("positions", positions), ("words", words)):
+    positions, words, left_out = (tuple(places or ()) for places in (params.positions, params.words, params.left_out))
+    for name, places in (("positions", positions), ("words", words), ("left_out", left_out)):
         if any(place >= prompt_len for place in places):
             raise InvalidRequestError(
                 f"{name} must be below the {prompt_len} tokens of the input, got {max(places)}.", param=name
@@ -165,6 +173,13 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
             raise InvalidRequestError(
                 f"{name} must be no more than the {prompt_len} tokens of the input, got {len(places)}.", param=name
             )
+    if params.attended is not None and not (params.task == "token_embed" and _fills(info)):
+        raise InvalidRequestError(
+            "attended goes with token_embed of a model whose queries are filled up with masks that no token attends "
+            "to. Leave it out.",
+            param="attended",
+            code="unsupported_parameter",
+        )
     if params.task == "entities" and info.entities is not None:
         for name, places, most in (("positions", positions, MAX_LABELS), ("words", words, info.entities.max_words)):
             if len(places) > most:
@@ -183,7 +198,15 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
         threshold=DEFAULT_THRESHOLD if params.threshold is None else params.threshold,
         top_k=min(params.top_k or DEFAULT_TOP_K, info.vocab_size),
         skip_tokens=min(skip, prompt_len - 1),
+        left_out=left_out if params.task == "token_embed" else (),
+        attended=params.attended,
     )
+
+
+def _fills(info: EngineInfo) -> bool:
+    """A side of the model's is filled up with tokens that none attends to."""
+    sides = {} if info.token_vectors is None else info.token_vectors.sides
+    return any(side.filled and not side.attended for side in sides.values())
 
 
 def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int) -> Pooling:

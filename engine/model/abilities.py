@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -12,6 +14,7 @@ from engine.interface.outputs import (
     EntitiesInfo,
     PoolingMode,
     RepeatedInput,
+    SideInfo,
     SparseTokens,
     Task,
     TokenVectorsInfo,
@@ -148,7 +151,8 @@ def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any])
     if pipeline.tokens is not None:
         part = pipeline.tokens
         wide = size_after(part.layers, size)
-        found["token_vectors"] = TokenVectorsInfo(size=wide, first=part.first, ignored=part.ignored)
+        sides = _readable(model, pipeline.transformer, part.sides)
+        found["token_vectors"] = TokenVectorsInfo(size=wide, first=part.first, sides=sides)
     match pipeline.sparse:
         case InputWeights(layer=layer):
             size_after((layer,), size)
@@ -163,6 +167,29 @@ def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any])
         case _:
             return ("token_embed",)
     return ("token_embed", "sparse_embed")
+
+
+def _readable(model: spec.ModelSpec, folder: Path, sides: Mapping[str, SideInfo]) -> dict[str, SideInfo]:
+    """The sides as this model can read them: where a layer is no attention that can leave keys out, texts are not
+    filled up with tokens that none attends to, and the log says so."""
+    found = dict(sides)
+    for name, side in sides.items():
+        if side.filled and not side.attended and not all(map(_leaves_keys_out, model.trunk.blocks)):
+            logger.warning(
+                "%s: a %s is not filled up with masks, for this model's layers cannot leave these out of attention.",
+                folder,
+                name,
+            )
+            found[name] = replace(side, filled=False)
+    return found
+
+
+def _leaves_keys_out(block: spec.Block) -> bool:
+    """A layer mixes tokens by nothing but attention, to keys that may be fewer than its queries. DeBERTa's could, but
+    its reference gives the tokens that none attends to nothing to attend to, either."""
+    part = block.attention
+    others = (part.spans, part.global_tokens, part.block_sums, part.blocks, part.stream, block.mixing, block.beside)
+    return part.heads > 0 and not part.causal and not part.content_bias and all(other is None for other in others)
 
 
 def _does(head: spec.Head, both: bool) -> str:

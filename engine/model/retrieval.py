@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.configs.values import read_values
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.interface.outputs import SideInfo
 from engine.model.sentence import (
     MODULES,
     AmongModel,
@@ -24,6 +25,7 @@ from engine.model.sentence import (
     TokenVectors,
     TorchFile,
     read_pipeline,
+    token_length,
 )
 from engine.model.weight_files import FORMATS, Checkpoint
 
@@ -55,7 +57,8 @@ def read_folder(root: Path) -> Pipeline:
         # The first token's state makes the vector of the whole input, and none of its own.
         pipeline = replace(pipeline, tokens=TokenVectors(layers=(_torch_layer(path, TOKENS_FILE),), first=1))
     if pipeline.tokens is None and not (root / MODULES).is_file() and is_colbert(path):
-        pipeline = replace(pipeline, modes=(), tokens=TokenVectors(layers=(_colbert_layer(path),)))
+        tokens = TokenVectors(layers=(_colbert_layer(path),), sides=_sides(path / _COLBERT_SETTINGS))
+        pipeline = replace(pipeline, modes=(), tokens=tokens, prompts=dict.fromkeys(tokens.sides, ""))
     return pipeline
 
 
@@ -78,12 +81,6 @@ def _colbert_layer(path: Path) -> DenseLayer:
                 f"{path}: the tensor {_COLBERT_WEIGHT} is stored as {stored.format(_COLBERT_WEIGHT)}; only "
                 f"{', '.join(FORMATS)} are read."
             )
-    if (path / _COLBERT_SETTINGS).is_file():
-        logger.warning(
-            "%s is not heeded: texts get no marker of queries and documents, queries are not filled up with masks, and "
-            "punctuation counts.",
-            path / _COLBERT_SETTINGS,
-        )
     return DenseLayer(
         inputs=shape[1],
         outputs=shape[0],
@@ -93,6 +90,40 @@ def _colbert_layer(path: Path) -> DenseLayer:
         folder=path,
         source=AmongModel(),
     )
+
+
+def _sides(file: Path) -> dict[str, SideInfo]:
+    """How ColBERT's own library reads queries and documents (`QueryTokenizer`, `DocTokenizer` and `ColBERT.mask` of its
+    colbert/modeling/), by the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
+    if not file.is_file():
+        logger.warning(
+            "%s is missing, which says how queries and documents are read: they are read like any text, without "
+            "markers, and queries are not filled up with masks.",
+            file,
+        )
+        return {}
+    settings = read_values(file)
+    if isinstance(settings.get("config"), dict):  # as the settings of whole runs are saved
+        settings = settings["config"]
+    known = {name: value for name, value in settings.items() if value is not None}
+    marks = known.get("query_token_id", "[unused0]"), known.get("doc_token_id", "[unused1]")
+    if not all(isinstance(mark, str) and mark for mark in marks):
+        raise ModelLoadError(f"{file}: query_token_id and doc_token_id must be tokens of the vocabulary.")
+    for name, implemented in (("similarity", "cosine"), ("interaction", "colbert")):
+        if known.get(name, implemented) != implemented:
+            logger.warning("%s: %s is %s, which is not heeded: scores are MaxSim.", file, name, known[name])
+    query = SideInfo(
+        marker=marks[0],
+        length=token_length(file, known, "query_maxlen", 32),
+        filled=True,
+        attended=known.get("attend_to_mask_tokens") is True,
+    )
+    document = SideInfo(
+        marker=marks[1],
+        length=token_length(file, known, "doc_maxlen", 220),
+        punctuation=known.get("mask_punctuation", True) is not False,
+    )
+    return {"query": query, "document": document}
 
 
 def _torch_layer(folder: Path, name: str) -> DenseLayer:

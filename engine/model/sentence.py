@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.interface.outputs import PoolingMode
+from engine.interface.outputs import PoolingMode, SideInfo
 
 logger = logging.getLogger("octavo.model")
 
@@ -60,7 +61,9 @@ _ENCODER = ("feature-extraction", "last_hidden_state", _TOKENS)
 _CROSS_ENCODER = ("sequence-classification", "logits", "scores")
 _SPLADE = ("fill-mask", "logits", _TOKENS)
 _UNLIMITED = 10**9  # transformers writes 1e30 where a tokenizer has no limit
-_PYLATE = {"query": "[Q] ", "document": "[D] "}  # what it puts in front of texts unless told
+# PyLate's defaults.
+_PYLATE_MARKS = {"query": "[Q] ", "document": "[D] "}
+_PYLATE_LENGTHS = {"query": 32, "document": 180}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +147,12 @@ class TokenVectors:
     Attributes:
         layers: what makes vectors of hidden states.
         first: tokens at the beginning of an input that have none.
-        ignored: words whose tokens do not count in a document.
+        sides: how a "query" and a "document" are read; {}: like any text.
     """
 
     layers: tuple[Layer, ...]
     first: int = 0
-    ignored: tuple[str, ...] = ()
+    sides: dict[str, SideInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +250,11 @@ def read_pipeline(root: Path) -> Pipeline:
     if kind == "SparseEncoder" or first.kind == "MLMTransformer":
         raise first.refusal("of sparse encoders, only a masked language model with SpladePooling is served")
     if kind == "ColBERT" or any(module.is_pylate for module in modules):
-        prompts = {"prompts": _markers(root / SETTINGS, settings)}
-        tokens = _token_vectors(modules[1:], root / SETTINGS, settings)
+        tokens = TokenVectors(layers=_token_layers(modules[1:]), sides=_sides(root / SETTINGS, settings))
+        prompts = _prompts(root / SETTINGS, settings)
+        prompts["prompts"] = dict.fromkeys(tokens.sides, "") | prompts["prompts"]
+        # PyLate leaves the length of what it tokenised last there, and reads each side at the side's own.
+        limits["max_seq_length"] = None
         return Pipeline(transformer=first.folder, modes=(), tokens=tokens, **limits, **prompts)
     if kind == "CrossEncoder":
         if len(modules) > 1:
@@ -402,16 +408,41 @@ def _splade(module: _Module) -> VocabularyWeights:
     return VocabularyWeights(pooling, logarithms)
 
 
-def _markers(file: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """What PyLate puts in front of queries and documents, as prompts."""
-    found = {name: settings.get(f"{name}_prefix", text) for name, text in _PYLATE.items()}
-    if not all(isinstance(text, str) for text in found.values()):
+def _sides(file: Path, settings: dict[str, Any]) -> dict[str, SideInfo]:
+    """How PyLate reads queries and documents (`ColBERT.preprocess` and `encode` of its models/colbert.py)."""
+    known = {name: value for name, value in settings.items() if value is not None}
+    fills = known.get("do_query_expansion", True) is not False
+    words = known.get("skiplist_words", list(string.punctuation))
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ModelLoadError(f"{file}: skiplist_words must be a list of texts.")
+    marks = {name: known.get(f"{name}_prefix", text) for name, text in _PYLATE_MARKS.items()}
+    if not all(isinstance(text, str) for text in marks.values()):
         raise ModelLoadError(f"{file}: query_prefix and document_prefix must be texts.")
-    return found
+    lengths = {name: token_length(file, known, f"{name}_length", most) for name, most in _PYLATE_LENGTHS.items()}
+    query = SideInfo(
+        marker=marks["query"] or None,
+        length=lengths["query"],
+        filled=fills,
+        attended=fills and known.get("attend_to_expansion_tokens") is True,
+    )
+    document = SideInfo(marker=marks["document"] or None, length=lengths["document"], ignored=tuple(words))
+    return {"query": query, "document": document}
 
 
-def _token_vectors(modules: list[_Module], file: Path, settings: dict[str, Any]) -> TokenVectors:
-    """How PyLate makes vectors of tokens."""
+def token_length(file: Path, settings: Mapping[str, Any], name: str, default: int) -> int:
+    """A number of tokens in a file's settings.
+
+    Raises:
+        ModelLoadError: it is none.
+    """
+    value = settings.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelLoadError(f"{file}: {name} must be a whole number of tokens, got {value!r}.")
+    return value
+
+
+def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
+    """What PyLate makes vectors of tokens by."""
     layers = []
     for module in modules:
         if module.kind not in ("Dense", "Normalize", "Dropout"):
@@ -419,15 +450,7 @@ def _token_vectors(modules: list[_Module], file: Path, settings: dict[str, Any])
         layer = _READERS[module.kind](module)
         if layer is not None:
             layers.append(layer)
-    ignored = settings.get("skiplist_words") or []
-    if not isinstance(ignored, list) or not all(isinstance(word, str) for word in ignored):
-        raise ModelLoadError(f"{file}: skiplist_words must be a list of texts.")
-    if settings.get("do_query_expansion", True) is not False:
-        logger.warning("%s: queries are not filled up with masks (do_query_expansion is not heeded)", file)
-    for name in ("query_length", "document_length"):
-        if settings.get(name) is not None:
-            logger.info("%s: %s is not heeded: texts are not cut unless a request asks for it", file, name)
-    return TokenVectors(layers=tuple(layers), ignored=tuple(ignored))
+    return tuple(layers)
 
 
 def _vector(modules: list[_Module]) -> dict[str, Any]:

@@ -242,7 +242,8 @@ class Transformer(nn.Module):
 
         Args:
             token_ids, positions: [Tp], those past T = tokens being padding.
-            metadata: the inputs that the T tokens form, as contexts of their own length.
+            metadata: the inputs that the T tokens form, as contexts of their own length, or of as many of their first
+                tokens as are attended to.
             types: [Tp] the segment of each token; None: all are of the first.
             boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
             rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.

@@ -25,21 +25,23 @@ from engine.pooled.answers import (
     read_question,
     windows_of,
 )
-from engine.pooled.comparing import SIDES, Comparer, comparison_of, cosine, side_prompt, sparse_of
+from engine.pooled.comparing import Comparer, compared_side, comparison_of, cosine, side_prompt, sparse_of
 from engine.pooled.entities import Entity, EntityReading, EntityTerms, entities_of, read_entities
 from engine.pooled.prompts import find_prompt, prompt_tokens
+from engine.pooled.sides import PLAIN, SIDES, SideReading, check_sides, read_side
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding, Side, cut
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "DEFAULT_THRESHOLD", "MAX_ANSWERS", "MAX_ANSWER_LENGTH",
-    "MAX_LABELS", "MAX_WINDOWS", "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms",
+    "MAX_LABELS", "MAX_WINDOWS", "PLAIN", "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms",
     "ClassificationOutput", "Comparer", "EmbeddingOutput", "EntitiesOutput", "Entity", "EntityReading", "EntityTerms",
-    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span", "TokenClassificationOutput",
-    "answers_of", "boxes_of", "check_aggregation", "check_scores", "comparison_of", "cosine", "entities_of",
-    "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
-    "read_entities", "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
+    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "SideReading", "Span",
+    "TokenClassificationOutput", "answers_of", "boxes_of", "check_aggregation", "check_scores", "check_sides",
+    "compared_side", "comparison_of", "cosine", "entities_of", "find_prompt", "is_cross_encoder", "labels_of",
+    "longest", "mask_positions", "masks_of", "prompt_tokens", "read_entities", "read_question", "read_side",
+    "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 

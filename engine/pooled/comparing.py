@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from engine.interface.outputs import EngineInfo, Pooled, Task
 from engine.pooled.prompts import find_prompt
+from engine.pooled.sides import PLAIN, Side, SideReading, read_side
 from engine.text.tokenizer import Tokenizer
 
 
@@ -49,32 +49,18 @@ def sparse_product(one: Pooled, other: Pooled) -> float:
     return float(one.values()[0][here].astype(np.float64) @ other.values()[0][there].astype(np.float64))
 
 
-def max_sim(
-    query: Pooled, document: Pooled, tokens: Sequence[int] = (), ignored: AbstractSet[int] = frozenset()
-) -> float:
+def max_sim(query: Pooled, document: Pooled) -> float:
     """The sum over a query's tokens of the largest product with a document's token (MaxSim, arXiv:2004.12832, 3.3).
 
     Args:
         query, document: answers to requests with the task "token_embed".
-        tokens: of the document, those that have no vector included.
-        ignored: tokens of the document that do not count.
     """
     vectors = document.values()
-    if ignored:
-        vectors = vectors[[token not in ignored for token in tokens[len(tokens) - len(vectors) :]]]
     if not len(vectors):
         return 0.0
     return float((query.values() @ vectors.T).max(axis=1).sum(dtype=np.float64))
 
 
-def ignored_tokens(info: EngineInfo, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens of a document that `max_sim` leaves out."""
-    words = () if info.token_vectors is None else info.token_vectors.ignored
-    return frozenset(token for token in map(tokenizer.token_id, words) if token is not None)
-
-
-Side = Literal["query", "document"]
-SIDES: tuple[Side, Side] = ("query", "document")
 Comparison = Literal["cosine", "max_sim", "sparse_product"]
 
 
@@ -92,10 +78,15 @@ COMPARED: dict[Comparison, Task] = {"cosine": "embed", "max_sim": "token_embed",
 
 
 def side_prompt(info: EngineInfo, side: Side) -> str:
-    """What stands in front of a text that is compared: a marker of queries or documents where vectors of tokens are
-    compared, else the model's default prompt."""
-    marked = comparison_of(info) == "max_sim" and side in info.prompts
-    return find_prompt(info, side if marked else None)
+    """What stands in front of a text that is compared: where vectors of tokens are, the prompt of queries or documents,
+    if there is one, else the model's default prompt."""
+    own = comparison_of(info) == "max_sim" and info.prompts.get(side)
+    return find_prompt(info, side if own else None)
+
+
+def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> SideReading:
+    """How a text that is compared is read."""
+    return read_side(info, tokenizer, side) if comparison_of(info) == "max_sim" else PLAIN
 
 
 class Comparer:
@@ -105,19 +96,18 @@ class Comparer:
         task: what each text is asked for.
     """
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None):
+    def __init__(self, info: EngineInfo):
         kind = comparison_of(info)
         assert kind is not None
         self._kind = kind
         self.task: Task = COMPARED[kind]
-        self._ignored = frozenset() if tokenizer is None else ignored_tokens(info, tokenizer)
 
-    def score(self, query: Pooled, document: Pooled, tokens: Sequence[int]) -> float:
-        """The score of two answers; `tokens` are the document's."""
+    def score(self, query: Pooled, document: Pooled) -> float:
+        """The score of two answers."""
         match self._kind:
             case "cosine":
                 return cosine(query, document)
             case "max_sim":
-                return max_sim(query, document, tokens, self._ignored)
+                return max_sim(query, document)
             case "sparse_product":
                 return sparse_product(query, document)

@@ -110,9 +110,18 @@ class Reader:
         tokenizer: None where the model has none; then only ids can be read.
         max_length: cut inputs to so many tokens; None: leave them as they are.
         prompt: stands in front of every text.
+        marker: a token that stands after the first one of every text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo, max_length: int | None, prompt: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        info: EngineInfo,
+        max_length: int | None,
+        prompt: str = "",
+        marker: int | None = None,
+    ) -> None:
+        self._marker = marker
         self._tokenizer = tokenizer
         self._info = info
         self._max_length = max_length
@@ -139,7 +148,9 @@ class Reader:
             boxes = boxes_of(source.boxes, len(source.ids), info, self._max_length, side)
             return Reading(found, None, TokenInput(found.ids, None, types, boxes))
         text = self._prompt + source.text
-        found = need_tokenizer(tokenizer, info).encode_input(text, source.pair, max_length=self._max_length)
+        found = need_tokenizer(tokenizer, info).encode_input(
+            text, source.pair, max_length=self._max_length, marker=self._marker
+        )
         return Reading(found, text, token_input(found, info, text))
 
 

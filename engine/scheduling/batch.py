@@ -88,7 +88,7 @@ def build_plan(
         first, counts = _int32([row.start for row in rows]), _int32([row.count for row in rows])
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
-        context_lens = first + counts
+        context_lens = _attended(rows, counts) if unchunked else first + counts
         row_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         positions = np.arange(query_start[-1], dtype=np.int32) + (first - query_start[:-1])[row_of_token]
         token_ids = np.concatenate([part for row in rows for part in _tokens(row)])
@@ -171,6 +171,15 @@ def _of_tokens(rows: Seq[Row], known: Seq[Int32]) -> Int32 | None:
     return np.concatenate(
         [p if len(p) else np.zeros((row.count, *p.shape[1:]), np.int32) for p, row in zip(parts, rows, strict=True)]
     )
+
+
+def _attended(rows: Seq[Row], counts: Int32) -> Int32:
+    """How many of the tokens of each whole input are attended to: the first ones, which as a rule are all."""
+    poolings = [row.group.request.pooling for row in rows]
+    asked = [None if pooling is None else pooling.attended for pooling in poolings]
+    if not any(asked):
+        return counts
+    return _int32([count if most is None else min(most, count) for most, count in zip(asked, counts, strict=True)])
 
 
 def _signals(rows: Seq[Row]) -> tuple[Float32 | None, ...]:

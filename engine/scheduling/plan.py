@@ -144,7 +144,8 @@ class StepPlan:
             are known.
         slots: [T] where each token's K and V go: block * block_size + offset.
         query_start: [R + 1] first flat token of each row.
-        context_lens: [R] tokens of the sequence known to the cache after this step.
+        context_lens: [R] tokens of the sequence known to the cache after this step; of an encoder's input, those that
+            are attended to, its first ones.
         block_tables: [R, max blocks] page numbers; 0 where a row has fewer, and where none of its queries sees
             the page.
         copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are

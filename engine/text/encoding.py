@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from engine.errors import InvalidRequestError
@@ -66,6 +66,7 @@ def encode_fast(
     max_length: int | None,
     side: Side,
     words: bool = False,
+    marker: int | None = None,
 ) -> Encoding:
     """Encode one text or two by a tokenizer of the tokenizers library, which must be set to neither truncate nor pad.
 
@@ -80,6 +81,10 @@ def encode_fast(
     ids, sequence, offsets = whole.ids, whole.sequence_ids, whole.offsets
     type_ids = whole.type_ids if segments else [0] * len(ids)
     of_words = whole.word_ids if words else None
+    if marker is not None:
+        at = _place_of_marker(ids, special)
+        ids, sequence, offsets = _with(ids, at, marker), _with(sequence, at, None), _with(offsets, at, (0, 0))
+        type_ids, of_words = _with(type_ids, at, 0), None if of_words is None else _with(of_words, at, None)
     if max_length is None or len(ids) <= max_length:
         return Encoding(ids, type_ids, offsets, sequence, words=of_words)
     places = [[at for at, owner in enumerate(sequence) if owner == number] for number in range(len(texts))]
@@ -115,6 +120,7 @@ def encode_slow(
     max_length: int | None,
     side: Side,
     words: bool = False,
+    marker: int | None = None,
 ) -> Encoding:
     """Encode one text or two by a `transformers` tokenizer written in Python, which knows neither offsets nor words.
 
@@ -123,20 +129,43 @@ def encode_slow(
     """
     parts = [list(hf.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
     total = sum(map(len, parts))
-    added = len(_joined(hf, [[] for _ in texts])) if special else 0
+    added = (len(_joined(hf, [[] for _ in texts])) if special else 0) + (marker is not None)
     truncated = max_length is not None and total + added > max_length
     if max_length is not None and truncated:
         lengths = _longest_first([len(part) for part in parts], _room(max_length, added), odd_to_first=True)
         parts = [cut(part, length, side) for part, length in zip(parts, lengths, strict=True)]
     if not special:
         ids = [token for part in parts for token in part]
-        return Encoding(ids, [0] * len(ids), None, [n for n, part in enumerate(parts) for _ in part], truncated)
+        sequence: list[int | None] = [n for n, part in enumerate(parts) for _ in part]
+        return _marked(Encoding(ids, [0] * len(ids), None, sequence, truncated), marker, special)
     ids = _joined(hf, parts)
     # Which of them are of which text: numbers that no token has show the way through the same template.
     marks = _joined(hf, [[-1 - number] * len(part) for number, part in enumerate(parts)])
     sequence = [-1 - mark if mark < 0 else None for mark in marks]
     type_ids = list(hf.create_token_type_ids_from_sequences(*parts)) if segments else [0] * len(ids)
-    return Encoding(ids, type_ids, None, sequence, truncated)
+    return _marked(Encoding(ids, type_ids, None, sequence, truncated), marker, special)
+
+
+def _marked(encoding: Encoding, marker: int | None, special: bool) -> Encoding:
+    """What a Python tokenizer made, with the marker in its place."""
+    if marker is None:
+        return encoding
+    at = _place_of_marker(encoding.ids, special)
+    return replace(
+        encoding,
+        ids=_with(encoding.ids, at, marker),
+        type_ids=_with(encoding.type_ids, at, 0),
+        sequence=_with(encoding.sequence, at, None),
+    )
+
+
+def _place_of_marker(ids: Sequence[int], special: bool) -> int:
+    """After the first token, which as a rule stands for the whole input; in front where no special tokens are added."""
+    return 1 if special and ids else 0
+
+
+def _with(items: Sequence[Item], at: int, item: Item) -> list[Item]:
+    return [*items[:at], item, *items[at:]]
 
 
 def _joined(hf: Any, parts: list[list[int]]) -> list[int]:

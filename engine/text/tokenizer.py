@@ -219,6 +219,7 @@ class Tokenizer:
         max_length: int | None = None,
         side: Side | None = None,
         words: bool = False,
+        marker: int | None = None,
     ) -> Encoding:
         """A text, or a pair of texts, to what an encoder reads.
 
@@ -227,6 +228,8 @@ class Tokenizer:
                 `truncation=True`). Special tokens stay.
             side: where; None: the tokenizer's own side.
             words: tell which word each token is of, too.
+            marker: a token that is put after the first one, or in front where there are no special tokens; it counts
+                as one of those.
 
         Raises:
             InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
@@ -243,6 +246,7 @@ class Tokenizer:
             max_length=max_length,
             side=side,
             words=words,
+            marker=marker,
         )
 
     def encode_words(self, words: Sequence[str]) -> Encoding:

@@ -62,6 +62,7 @@ async def encode_all(
     places: Sequence[int] | None = None,
     add_special_tokens: bool = True,
     truncate: int | None = None,
+    marker: int | None = None,
     may_be_empty: bool = False,
 ) -> list[Encoding]:
     """Texts as the model reads them, in their order; they are tokenised in a thread.
@@ -71,6 +72,7 @@ async def encode_all(
         places: theirs there, for refusals (default: there is nothing else in it).
         name: what a refusal of one that is too long calls it; its field and place unless told.
         truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
+        marker: a token that stands after the first one of each.
         may_be_empty: texts without any token are no mistake.
 
     Raises:
@@ -78,7 +80,7 @@ async def encode_all(
     """
     tokenizer = need_tokenizer(service, param)
     limit = service.client.info.max_model_len
-    reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, may_be_empty)
+    reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, marker, may_be_empty)
     found: list[Encoding] = []
     named: Sequence[int | None] = places or ([None] if len(texts) == 1 else range(len(texts)))
     for start in range(0, len(texts), _AT_ONCE):
@@ -95,12 +97,16 @@ async def read_inputs(
     add_special_tokens: bool = True,
     truncate: int | None = None,
     prompt: str = "",
+    marker: int | None = None,
+    most: int | None = None,
     boxes: Boxes | None = None,
 ) -> list[TokenInput]:
     """Texts or lists of token ids as the engine takes them.
 
     Args:
         prompt: stands in front of each text; token ids are taken as they are.
+        marker: a token that stands after the first one of each text.
+        most: texts are cut to so many tokens, too.
         boxes: see `check_boxes`.
 
     Raises:
@@ -117,7 +123,8 @@ async def read_inputs(
             param,
             places=list(texts) if ids else None,
             add_special_tokens=add_special_tokens,
-            truncate=truncate,
+            truncate=truncate if most is None else most,
+            marker=marker,
         )
         for (place, text), encoding in zip(texts.items(), read, strict=True):
             found[place] = token_input(encoding, service.client.info, text)
@@ -237,6 +244,7 @@ class _Reader:
         name: str | None,
         special: bool,
         truncate: int | None,
+        marker: int | None,
         may_be_empty: bool,
     ):
         self._tokenizer = tokenizer
@@ -245,6 +253,7 @@ class _Reader:
         self._name = name
         self._special = special
         self._truncate = truncate
+        self._marker = marker
         self._may_be_empty = may_be_empty
 
     def read(self, texts: Sequence[Text], places: Sequence[int | None]) -> list[Encoding]:
@@ -255,7 +264,7 @@ class _Reader:
         first, *second = (item,) if isinstance(item, str) else item
         first, second = self._beginning(first, place), [self._beginning(text, place) for text in second]
         found = self._tokenizer.encode_input(
-            first, *second, add_special_tokens=self._special, max_length=self._truncate
+            first, *second, add_special_tokens=self._special, max_length=self._truncate, marker=self._marker
         )
         if len(found.ids) > self._longest:
             raise too_long(self._param, self._name, place, f"{len(found.ids)} tokens", self._longest)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from engine import Pooled, PoolingParams, TokenInput
-from engine.pooled import prompt_tokens, sparse_of, token_input
+from engine.pooled import PLAIN, SideReading, prompt_tokens, read_side, sparse_of, token_input
 from engine.pooled.vectors import json_base64, json_matrix, packed
 from engine.text.processor import Encoding
 from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs, too_long
@@ -121,6 +121,12 @@ class MatrixRun(PoolingRun):
         """There are texts among the inputs."""
         return any(isinstance(item, str) and not isinstance(item, Image) for item in self.given)
 
+    def side(self) -> SideReading:
+        """How texts are read: as queries or documents, where the prompt of that name is asked for."""
+        if self.params.task != "token_embed":
+            return PLAIN
+        return read_side(self.service.client.info, self.service.tokenizer, self.body.prompt_name)
+
     def size(self) -> int:
         if self.asked is not None:
             return min(self.asked.num_tokens, self.service.client.info.max_model_len)
@@ -132,7 +138,7 @@ class MatrixRun(PoolingRun):
         special, info = self.body.add_special_tokens is not False, self.service.client.info
         images = await read_images(self.service, self.given)
         others = [item for item in self.given if not isinstance(item, Image)]
-        params, read = self.params, list[TokenInput]()
+        params, read, side = self.params, list[TokenInput](), self.side()
         if others:
             read = await read_inputs(
                 self.service,
@@ -141,6 +147,8 @@ class MatrixRun(PoolingRun):
                 add_special_tokens=special,
                 truncate=self.truncate,
                 prompt=self.prompt,
+                marker=side.marker,
+                most=side.limit(self.truncate),
                 boxes=self.body.bbox,  # a model that reads boxes reads no images
             )
         if self.texts and params.task == "embed":  # vectors of tokens leave none out
@@ -152,8 +160,10 @@ class MatrixRun(PoolingRun):
         for place, item in enumerate(self.given):
             if place in images:
                 found.append(image_input(images[place], self.params, info))
+            elif isinstance(item, str):
+                found.append(PoolingInput(*side.complete(next(rest), params, self.truncate)))
             else:
-                found.append(PoolingInput(next(rest), params if isinstance(item, str) else self.params))
+                found.append(PoolingInput(next(rest), self.params))
         return found
 
     async def _rendered(self, asked: Asked) -> TokenInput:

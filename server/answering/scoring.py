@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine import Pooled, PoolingParams
-from engine.pooled import SIDES, Comparer, is_cross_encoder, prompt_tokens, side_prompt, token_input
+from engine.pooled import (
+    SIDES,
+    Comparer,
+    compared_side,
+    is_cross_encoder,
+    prompt_tokens,
+    side_prompt,
+    token_input,
+)
 from server.answering.encoding import Text, encode_all, estimate, need_tokenizer
 from server.answering.pooling import PoolingInput, PoolingRun
 
@@ -42,7 +50,6 @@ class ScoringRun(PoolingRun):
     truncate: int | None = field(kw_only=True)
     use_activation: bool | None = field(kw_only=True)
     _vectors: list[tuple[int, int]] = field(default_factory=list)  # of each pair: which inputs its texts are
-    _tokens: list[list[int]] = field(default_factory=list)  # of each input, where texts are read apart
 
     def size(self) -> int:
         texts: list[Text] = [*self._pairs()] if self._crosses else [*self.first.texts, *self.second.texts]
@@ -69,20 +76,23 @@ class ScoringRun(PoolingRun):
         """Each text as one input, read once, however many pairs it is in; notes which they are."""
         info = self.service.client.info
         tokenizer = need_tokenizer(self.service, self.first.param)
-        task = Comparer(info, tokenizer).task
-        places: dict[tuple[int, ...], int] = {}
+        task = Comparer(info).task
+        places: dict[tuple[tuple[int, ...], PoolingParams], int] = {}
         inputs: list[PoolingInput] = []
-        sides = []
+        sides: list[list[int]] = []
         for side, name in zip((self.first, self.second), SIDES, strict=True):
-            prompt = side_prompt(info, name)
+            prompt, reading = side_prompt(info, name), compared_side(info, tokenizer, name)
             params = PoolingParams(task=task, skip_tokens=prompt_tokens(tokenizer, info, prompt))
             texts = [prompt + text for text in side.texts]
-            read = await encode_all(self.service, texts, side.param, truncate=self.truncate)
-            sides.append([places.setdefault(tuple(encoding.ids), len(places)) for encoding in read])
-            for encoding, place, text in zip(read, sides[-1], texts, strict=True):
+            limit = reading.limit(self.truncate)
+            read = await encode_all(self.service, texts, side.param, truncate=limit, marker=reading.marker)
+            sides.append([])
+            for encoding, text in zip(read, texts, strict=True):
+                source, asked = reading.complete(token_input(encoding, info, text), params, self.truncate)
+                place = places.setdefault((tuple(source.token_ids), asked), len(places))
+                sides[-1].append(place)
                 if place == len(inputs):
-                    inputs.append(PoolingInput(token_input(encoding, info, text), params))
-        self._tokens = [list(ids) for ids in places]
+                    inputs.append(PoolingInput(source, asked))
         first, second = sides
         self._vectors = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
         return inputs
@@ -91,8 +101,8 @@ class ScoringRun(PoolingRun):
         """One score for each pair."""
         if self._crosses:
             return [float(answer.values()[0, 0]) for answer in answers]
-        comparer = Comparer(self.service.client.info, self.service.tokenizer)
-        return [comparer.score(answers[a], answers[b], self._tokens[b]) for a, b in self._vectors]
+        comparer = Comparer(self.service.client.info)
+        return [comparer.score(answers[a], answers[b]) for a, b in self._vectors]
 
     def public_name(self, param: str | None) -> str | None:
         """What the engine calls an input is one of the second texts, with or without the first before it."""

@@ -91,7 +91,7 @@ async def create_pooling(
     tasks = [_params(body, info, task) for task in asked]
     params = tasks[0]
     if isinstance(body.task, list):
-        _check_together(body, tasks)
+        _check_together(body, tasks, info)
     run = (_TasksRun if isinstance(body.task, list) else _TaskRun)(
         service,
         body,
@@ -107,7 +107,7 @@ async def create_pooling(
     return await run.respond(request)
 
 
-def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams]) -> None:
+def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: EngineInfo) -> None:
     """Refuse tasks that are no different kinds of vectors.
 
     Raises:
@@ -117,6 +117,10 @@ def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams]) -> Non
     if len(set(names)) < len(names) or not set(names) <= set(PROMPTED):
         message = f"task as a list must hold different ones of {', '.join(PROMPTED)}, got {shown(names)}."
         raise ApiError(400, message, param="task", code="invalid_value")
+    sides = {} if info.token_vectors is None else info.token_vectors.sides
+    if len(names) > 1 and body.prompt_name in sides:
+        message = f"prompt_name {body.prompt_name} is how token_embed reads texts, and other tasks do not. Ask apart."
+        raise ApiError(400, message, param="prompt_name", code="unsupported_parameter")
     if body.encoding_format not in (None, "float"):
         message = f"encoding_format must be float where several tasks are asked for, got {body.encoding_format}."
         raise ApiError(400, message, param="encoding_format", code="unsupported_parameter")
@@ -179,6 +183,8 @@ class _TasksRun(_TaskRun):
 
     async def inputs(self) -> list[PoolingInput]:
         read = await MatrixRun.inputs(self)
+        if len(self.tasks) == 1:
+            return list(read)
         return [
             replace(item, params=replace(params, skip_tokens=item.params.skip_tokens))
             for item in read

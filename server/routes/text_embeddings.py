@@ -94,7 +94,7 @@ async def _answer(
     body.refuse_unsupported()
     run = _VectorsRun(
         service,
-        EmbeddingRequest(input=body.inputs, **own_fields(body)),
+        EmbeddingRequest(input=body.inputs, prompt_name=body.prompt_name, **own_fields(body)),
         arrival,
         params=params,
         asked=None,

@@ -1,0 +1,119 @@
+"""How queries and documents are read where they are compared token by token: with markers, cut to lengths of their own,
+queries filled up with masks, and documents without vectors of punctuation (ColBERT, arXiv:2004.12832, 3.2)."""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.errors import InvalidRequestError, ModelLoadError
+from engine.interface.outputs import EngineInfo, SideInfo
+from engine.interface.request import PoolingParams, TokenInput
+from engine.text.tokenizer import Tokenizer
+
+Side = Literal["query", "document"]
+SIDES: tuple[Side, Side] = ("query", "document")
+
+
+@dataclass(frozen=True, slots=True)
+class SideReading:
+    """How texts of one side become inputs.
+
+    Attributes:
+        marker: the token after an input's first one.
+        length: tokens of an input at most, all included.
+        filler: fills inputs up to that length.
+        attended: tokens attend to the fillers.
+        ignored: tokens that have no vector.
+    """
+
+    marker: int | None = None
+    length: int | None = None
+    filler: int | None = None
+    attended: bool = False
+    ignored: frozenset[int] = frozenset()
+
+    def limit(self, truncate: int | None) -> int | None:
+        """To how many tokens a text is cut, the marker among them, where a request asks for so many."""
+        return min((most for most in (self.length, truncate) if most is not None), default=None)
+
+    def complete(
+        self, source: TokenInput, params: PoolingParams, truncate: int | None
+    ) -> tuple[TokenInput, PoolingParams]:
+        """A text that was read with this marker and limit, filled up, and what is asked of it."""
+        limit, count = self.limit(truncate), len(source.token_ids)
+        params = self.without_ignored(source.token_ids, params)
+        if self.filler is None or limit is None or count >= limit:
+            return source, params
+        more = limit - count
+        types = source.token_type_ids
+        filled = replace(
+            source,
+            token_ids=[*source.token_ids, *[self.filler] * more],
+            token_type_ids=None if types is None else [*types, *[0] * more],
+        )
+        return filled, params if self.attended else replace(params, attended=count)
+
+    def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:
+        """What is asked of tokens that came as they are: the ignored ones have no vector."""
+        places = tuple(at for at, token in enumerate(ids) if token in self.ignored) if self.ignored else ()
+        return replace(params, left_out=places) if places else params
+
+
+PLAIN = SideReading()  # like any text
+
+
+def read_side(info: EngineInfo, tokenizer: Tokenizer | None, name: str | None) -> SideReading:
+    """How the model's texts of that side are read; like any text where it has no such side.
+
+    Raises:
+        InvalidRequestError: its texts are filled up, and the tokenizer names no token for that.
+    """
+    side = None if info.token_vectors is None or name is None else info.token_vectors.sides.get(name)
+    return PLAIN if side is None or tokenizer is None else _reading(side, tokenizer, info.max_model_len)
+
+
+def check_sides(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    """Refuse a tokenizer that lacks a marker of the model's.
+
+    Raises:
+        ModelLoadError: says which.
+    """
+    if info.token_vectors is None or tokenizer is None:
+        return
+    for name, side in info.token_vectors.sides.items():
+        if side.marker is not None and tokenizer.token_id(side.marker) is None:
+            raise ModelLoadError(
+                f"{info.model} marks each {name} by the token {side.marker!r}, which its tokenizer does not know. "
+                "Download the checkpoint's tokenizer again, or name another one with --tokenizer."
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _reading(side: SideInfo, tokenizer: Tokenizer, longest: int) -> SideReading:
+    known = (tokenizer.token_id(word) for word in side.ignored)
+    ignored = {tokenizer.unk_token_id if token is None else token for token in known}
+    if side.punctuation:
+        ignored |= {token for mark in string.punctuation for token in tokenizer.encode(mark, False)[:1]}
+    filler = None
+    if side.filled:
+        # As PyLate chooses it.
+        named = (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        filler = next((token for token in named if token is not None), None)
+        if filler is None:
+            raise InvalidRequestError(
+                "queries of this model are filled up with mask tokens, and its tokenizer names none. Set mask_token in "
+                "its tokenizer_config.json.",
+                param="input",
+                code="no_mask_token",
+            )
+    return SideReading(
+        marker=None if side.marker is None else tokenizer.token_id(side.marker),
+        length=min(side.length, longest),
+        filler=filler,
+        attended=side.attended,
+        ignored=frozenset(token for token in ignored if token is not None),
+    )
