@@ -88,16 +88,15 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         destinations = plan(checkpoint, table, model)
-        if checkpoint.title is not None:
+        title = checkpoint.title  # of a GGUF file it takes reading
+        if title is not None:
             held = f"widened to {str(dtype)[6:]} (--quantization stored keeps them small)"
             if quantization == "stored":
                 mark_stored(model, checkpoint, table)
                 held = "kept as small"
             elif quantization:
                 held = f"quantised again ({quantization}) unless they are that already,"
-            logger.info(
-                "%s: weights are stored as %s, and %s as they are read.", checkpoint.path, checkpoint.title, held
-            )
+            logger.info("%s: weights are stored as %s, and %s as they are read.", checkpoint.path, title, held)
         elif quantization == "stored":
             logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
         if quantization is None:

@@ -33,7 +33,7 @@ def _product(
         constants |= {"KIND": kind, "FUNCTION": function, "GATED": gated, "STEPS": how.steps}
         signature["eps"] = "fp32"
     there = {"x", "weight", *(("scales",) if bits else ()), *present}
-    formats = {"weight": {0: "*bf16", 8: "*i8", 4: "*u8"}[bits]}
+    formats = {"weight": {0: "*bf16", 8: "*i8", 4: "*u8"}[bits], "scales": {0: "*bf16", 8: "*fp16", 4: "*i32"}[bits]}
     return Variant(
         name=f"{'held' if how.held else 'pieces'}: {name}",
         kernel=held_kernel if how.held else pieces_kernel,
