@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from test_attention_content import content
 from test_attention_reference import CPU, Part, Row, by_position, dense, make_row, paged, ragged, table
 from torch import Tensor
@@ -26,7 +26,6 @@ from engine.backends.torch.attention import TorchReference
 
 pytestmark = needs_native
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-each_isa = pytest.mark.parametrize("isa", ISAS)
 
 
 def stored(kv: Paged, dtype: torch.dtype, centred: bool = False) -> Paged:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from torch import Tensor
 
 from engine.backends.native import activations, norms
@@ -18,7 +18,6 @@ from engine.model.place import Place
 
 pytestmark = needs_native
 FORMATS = [torch.float32, torch.bfloat16]
-each_isa = pytest.mark.parametrize("isa", ISAS)
 few = settings(max_examples=20, deadline=None, derandomize=True)
 rows = st.integers(1, 40)
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([576, 1000, 2048]))

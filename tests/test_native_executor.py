@@ -19,7 +19,7 @@ from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.everyday import everyday
 from support.executors import by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from support.pages import BLOCK, Pages, close, load, scattered_tables
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
@@ -153,7 +153,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_every_instruction_set_and_number_of_threads(llama: Subject, isa: str, threads: int) -> None:
     with kernels_of(isa, threads):
         model = load(llama.path, torch.float32, max_model_len=40, backend=NativeAttention())

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, kernels_of, needs_native
+from support.native import ISAS, each_isa, kernels_of, needs_native
 from torch import Tensor
 
 from engine.backends import native
@@ -20,7 +20,6 @@ from engine.backends.native.gemm import GROUP, Packed, matmul
 from engine.model import quantisation
 
 pytestmark = needs_native
-each_isa = pytest.mark.parametrize("isa", ISAS)
 few = settings(max_examples=20, deadline=None, derandomize=True)
 FORMATS = [torch.float32, torch.bfloat16]
 FLOAT32, BFLOAT16 = 2.0**-24, 2.0**-8  # how far rounding moves a number at most, relative to it

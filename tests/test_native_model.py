@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import Checkpoint, random_prompt
 from support.driving import Job, make_engine, run
 from support.executors import use_torch
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from support.pages import Pages, load, scattered_tables
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def hidden_states(model: Any, prompts: list[list[int]]) -> Tensor:
     return torch.cat([row for chunks in steps for row in pages.step(chunks, padding=3)])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama-grouped", "gpt2-untied"])
 def test_hidden_states_are_those_of_torch(

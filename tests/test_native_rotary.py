@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from torch import Tensor
 
 from engine.backends.attention.base import Paged
@@ -16,7 +16,6 @@ from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 
 pytestmark = needs_native
-each_isa = pytest.mark.parametrize("isa", ISAS)
 few = settings(max_examples=25, deadline=None, derandomize=True)
 threads = st.sampled_from([1, 2])
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, kernels_of, needs_native
+from support.native import each_isa, kernels_of, needs_native
 from test_sampler import batch_of
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from engine.interface.sampling_table import EDIT, TABLE, EditList, Kind, Table, 
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 
 pytestmark = needs_native
-each_isa = pytest.mark.parametrize("isa", ISAS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
 SIZES = st.one_of(st.integers(1, 200), st.sampled_from([1000, 4095, 4096, 4097, 8200, 13_001]))
 

@@ -28,7 +28,7 @@ from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.everyday import EVERYDAY
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import CHECKPOINT, MIXED
-from support.native import ISAS, kernels_of
+from support.native import each_isa, kernels_of
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
@@ -486,12 +486,13 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         EngineConfig(model="m", quantization_cache="")
 
 
-def test_numbers_belong_to_a_format() -> None:
+@each_isa
+def test_numbers_belong_to_a_format(isa: str) -> None:
     """A change of what a quantiser makes of a weight, or of how that is stored, needs a new FORMAT, so that kept files
     of the one before are not used. Then the sums here change, too."""
     weight = ((torch.arange(70 * 100) * 7919 % 2003 - 1001) / 997).view(70, 100)
     made = [(kind, quantise_by_torch(weight, kind)) for kind in KINDS[:2]]
-    for isa in ISAS if native.available() else ():
+    if native.available():
         with kernels_of(isa):
             made += [(kind, quantise(weight, kind)) for kind in KINDS]
     assert quantised_cache.FORMAT == 3

@@ -16,6 +16,10 @@ from engine.backends import native
 from engine.backends.native.build import supported_sets
 
 ISAS = supported_sets()
+# `make test` tries this machine's best one; the others, which have to be compiled for that, are for `make test-all`.
+each_isa = pytest.mark.parametrize(
+    "isa", [isa if isa == ISAS[0] else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]
+)
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no native library, nor a compiler")
 _MARGIN = 64  # bytes
 
