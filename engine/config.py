@@ -50,7 +50,7 @@ class EngineConfig:
         hf_token: token for gated models (else HF_TOKEN of the environment).
         dtype: of weights and activations; auto takes the checkpoint's, and float32 on a CPU without fast
             bfloat16.
-        quantization: weights of matrices made int8 or int4 (a scale for each 32 inputs of an output) or int8-fast (one
+        quantization: weights of matrices made int8 or int4 (scales for each 32 inputs of an output) or int8-fast (one
             for each output: faster, less exact, on a CPU alone) while they load, or stored: those that a checkpoint has
             in few bits stay about as small; embeddings keep the dtype (default: none).
         quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:

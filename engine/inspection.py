@@ -171,7 +171,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-    quantization = find_quantization(config, device, spec, scheme)
+    quantization = find_quantization(config, path, device, spec, scheme)
     if device.type != "cpu":  # of a CPU its pages say it
         check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
@@ -186,8 +186,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         with Checkpoint(path, scheme) as checkpoint:
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
-            mark_stored(model, checkpoint, table)
-        as_stored = model.weight_bytes("stored")
+            mark_stored(model, checkpoint, table, device)
+            as_stored = model.weight_bytes("stored") if checkpoint.has_few_bits else 0
     weights = model.weight_bytes(quantization)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)

@@ -133,6 +133,24 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
     assert facts["stored"].weights < facts["none"].weights
 
 
+def test_a_single_block_is_taken() -> None:
+    """Whose bytes do not lie where words may lie."""
+    for number in (2, 3):
+        format = find_format(number)
+        assert format is not None
+        octets = torch.arange(format.size, dtype=torch.uint8) * 7
+        octets[1] = octets[3] = 0x3C
+        assert torch.equal(as_quantised(octets, format, 1).dense().flatten(), dequantise(octets, format))
+
+
+def test_scales_that_no_half_holds_are_refused() -> None:
+    format = find_format(12)
+    assert format is not None
+    octets = torch.full((1, format.size), 0x7B, dtype=torch.uint8)  # halves of 61,280 times integers of 6 bits
+    with pytest.raises(ModelLoadError, match=r"65,504, the largest half\. Use --quantization none"):
+        as_quantised(octets.flatten(), format, 1)
+
+
 def test_q4_k_is_taken_as_it_is() -> None:
     """Blocks of any bytes, but that scales and minima are rounded to halves."""
     format = find_format(12)
@@ -153,6 +171,7 @@ def test_one_of_plain_numbers_is_written_in_few_bits(
     """As a checkpoint of its own, which is served alike; one of few bits is refused."""
     path = tmp_path / "plain.gguf"
     write_file(path, KINDS["llama"], formats=("F16", "F32"))
+    assert inspect_model(EngineConfig(model=str(path), device="cpu", skip_tokenizer_init=True)).weights_as_stored == 0
     quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
     prompts = [[1, 5, 9], [4]]
     monkeypatch.setattr(quantised_loading, "quantise", partial(quantise, portable=True))

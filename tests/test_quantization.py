@@ -392,7 +392,7 @@ def test_what_a_gpu_takes(checkpoint: Callable[[str], Checkpoint], tmp_path: Pat
 
     def found(setting: Any, spec: ModelSpec, stored: Any = None) -> Any:
         scheme = None if stored is None else SimpleNamespace(served_as=stored)
-        return find_quantization(EngineConfig(model="m", quantization=setting), cuda, spec, scheme)
+        return find_quantization(EngineConfig(model="m", quantization=setting), tmp_path, cuda, spec, scheme)
 
     for kind in ("int8", "int4"):
         assert found(kind, plain) == found(None, plain, kind) == kind

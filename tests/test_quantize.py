@@ -28,12 +28,15 @@ from test_stored_weights import ORACLE
 from cli.main import main
 from engine import EngineConfig, inspect_model, quantise_checkpoint
 from engine.backends.native.gemm import Quantised
+from engine.backends.torch.attention import TorchReference
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.loading import find_quantization
 from engine.model import quantised_loading, quantised_writing
 from engine.model.checkpoint import read_config
-from engine.model.families import stored_scheme
+from engine.model.families import build_spec, stored_scheme, weight_table
 from engine.model.quantisation import Quantization, quantise
+from engine.model.quantised_loading import mark_stored
+from engine.model.transformer import Transformer
 from engine.model.weight_files import INDEX_FILE, SINGLE_FILE, Checkpoint
 
 KINDS: tuple[Quantization, ...] = ("int8", "int8-fast", "int4")
@@ -225,19 +228,35 @@ def test_other_checkpoints_of_the_format_are_taken_as_they_are_if_that_is_asked_
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["octavo_quantization"]
     (folder / "config.json").write_text(json.dumps(config))
-    cpu = torch.device("cpu")
-    scheme = stored_scheme(read_config(folder))
-    assert find_quantization(EngineConfig(model="m"), cpu, scheme) is None
+    config = read_config(folder)
+    spec, scheme = build_spec(config), stored_scheme(config)
+    assert find_quantization(EngineConfig(model="m"), folder, torch.device("cpu"), spec, scheme) is None
     with caplog.at_level("INFO", "octavo.model"):
         taken = load(folder, None, "int4")
     assert "were taken as they are stored" in caplog.text
     assert_same(load(llama, None, "int4"), taken)
 
 
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "int8-fast"), ("cuda", "int8")])
+def test_int8_by_outputs_stays_so_where_a_device_has_it(device: str, kind: str, llama: Path, tmp_path: Path) -> None:
+    """With the quantization `stored`, which takes what is nearest elsewhere."""
+    folder = write(llama, tmp_path / "new", "int8-fast")
+    config = read_config(folder)
+    spec = build_spec(config)
+    model = Transformer(spec, TorchReference(), 64, device="meta", dtype=torch.float32)
+    table = weight_table(config, spec)
+    with Checkpoint(folder, stored_scheme(config)) as stored:
+        stored.rename(table)
+        mark_stored(model, stored, table, torch.device(device))
+    assert {module.stored for module, _ in model.matrices(None)} == {kind, None}
+
+
 def test_a_mark_that_is_not_known(llama: Path, tmp_path: Path) -> None:
     folder = write(llama, tmp_path / "new", "int4")
-    marked = stored_scheme(read_config(folder))
-    assert find_quantization(EngineConfig(model="m"), torch.device("cuda"), marked) is None, "a GPU widens them"
+    config = read_config(folder)
+    spec, marked = build_spec(config), stored_scheme(config)
+    for device in map(torch.device, ("cpu", "cuda")):
+        assert find_quantization(EngineConfig(model="m"), folder, device, spec, marked) == "int4"
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"octavo_quantization": "int4"', '"octavo_quantization": "int3"'))
     with pytest.raises(UnsupportedModelError, match=r"octavo_quantization .* one of int8, int8-fast, int4; got 'int3'"):

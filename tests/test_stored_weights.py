@@ -173,6 +173,17 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     assert 0 < error < 0.05
 
 
+def test_what_is_stored_plainly_stays_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the start says that the setting does nothing."""
+    build_reference(SHAPE).save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", "octavo"):
+        engine = make_engine(tmp_path, quantization="stored")
+    assert engine.info.quantization is None
+    engine.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"{tmp_path}: --quantization stored changes nothing, since weights are stored plainly."
+
+
 def test_they_are_quantised_again_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the plain checkpoint would be, and kept for the next start."""
     folder, kept = tmp_path / "model", tmp_path / "kept"

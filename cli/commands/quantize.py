@@ -27,7 +27,7 @@ def parser() -> OneLineParser:
     made.add_argument("model", metavar="MODEL", help="folder, GGUF file of plain numbers, or hub id")
     made.add_argument("folder", metavar="FOLDER", type=Path, help="that is made, and appears when all is written")
     made.add_argument(
-        "--quantization", choices=_KINDS, default="int8", help="what matrices become, as with octavo serve [int8]"
+        "--quantization", choices=_KINDS, default="int8", help="what matrices become [int8]"
     )
     made.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
     made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="most bytes of a file of weights [4GiB]")

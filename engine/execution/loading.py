@@ -120,11 +120,12 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 
 
 def find_quantization(
-    config: EngineConfig, device: torch.device, spec: ModelSpec, scheme: Scheme | None = None
+    config: EngineConfig, path: Path, device: torch.device, spec: ModelSpec, scheme: Scheme | None = None
 ) -> Wanted | None:
     """What the matrices become.
 
     Args:
+        path: of the checkpoint.
         scheme: how the checkpoint stores weights of few bits, which may say what they are to be; where a GPU has no
             kernels for that they are plain there.
 
@@ -134,6 +135,11 @@ def find_quantization(
     if config.quantization == "none":
         return None
     wanted = config.quantization or (None if scheme is None else scheme.served_as)
+    if wanted == "stored":
+        with Checkpoint(path, scheme) as checkpoint:
+            if not checkpoint.has_few_bits:
+                logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
+                return None
     if wanted is None or device.type == "cpu":
         return wanted
     obstacle = _obstacle(wanted, spec)

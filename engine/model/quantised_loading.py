@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from engine.backends.native.gemm import Quantised
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.quantisation import Wanted, quantise
+from engine.model.quantisation import ON_GPUS, Wanted, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
 from engine.model.table import Destination, WeightTable, keeps_rows
 from engine.model.transformer import Transformer
@@ -139,8 +141,9 @@ class MatrixLoading:
 
     def _pack(self, module: Linear | ExpertMatrices) -> None:
         kind = self._modules[module]
-        module.pack(kind, None if kind is None else partial(self._quantised, module))
-        self._assembled.pop(module, None)
+        if kind is not None:  # what is plain is packed with all of the model
+            module.pack(kind, partial(self._quantised, module))
+            self._assembled.pop(module, None)
 
     def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Quantised:
         if (stored := self._assembled.get(module)) is not None:
@@ -174,12 +177,13 @@ class MatrixLoading:
             logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
 
 
-def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable) -> None:
+def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
     """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
     it has other few bits, none if it is plain.
 
     Args:
         checkpoint: under the table's names.
+        device: of the model to be, which may not multiply with every kind.
     """
     entries = {entry.target: entry for entry in table.chosen(checkpoint.names)}
     uses = Counter(name for entry in entries.values() for name in entry.sources)
@@ -193,6 +197,8 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable) 
         kinds = {checkpoint.kind(name) for name in names}
         alone = keeps_rows(entry.transform) and not _is_shared(module) and all(uses[name] == 1 for name in names)
         module.stored = (kinds.pop() if alone and len(kinds) == 1 else None) or "int8"
+        if device.type != "cpu" and module.stored not in ON_GPUS:
+            module.stored = "int8"
 
 
 def _is_shared(module: Linear | ExpertMatrices) -> bool:

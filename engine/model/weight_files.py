@@ -152,6 +152,11 @@ class Checkpoint:
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
 
+    @property
+    def has_few_bits(self) -> bool:
+        """Whether any tensor is stored in few bits."""
+        return any(map(self.few_bits, self.names))
+
     def quantised(self, name: str) -> Quantised:
         """A matrix that has a `kind`, as that."""
         place = self.names[name]

@@ -89,16 +89,17 @@ def load_model(
             ) from error
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # of a GGUF file it takes reading
+        if quantization == "stored":
+            mark_stored(model, checkpoint, table, device)
         if title is not None:
-            held = f"widened to {str(dtype)[6:]} (--quantization stored keeps them small)"
+            becomes = f"and widened to {str(dtype)[6:]} as they are read"
             if quantization == "stored":
-                mark_stored(model, checkpoint, table)
-                held = "kept as small"
+                becomes = "and kept about as small"
             elif quantization:
-                held = f"quantised again ({quantization}) unless they are that already,"
-            logger.info("%s: weights are stored as %s, and %s as they are read.", checkpoint.path, title, held)
-        elif quantization == "stored":
-            logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
+                becomes = f"and become {quantization} as they are read, where they are not that already"
+            elif checkpoint.has_few_bits:
+                becomes += " (--quantization stored would keep them small)"
+            logger.info("%s: weights are stored as %s, %s.", checkpoint.path, title, becomes)
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:

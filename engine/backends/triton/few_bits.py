@@ -90,7 +90,8 @@ def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def widened(integers, scales, BITS: tl.constexpr):
-    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; products are exact."""
+    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; a product with a scale is exact, the
+    sum with a minimum is rounded."""
     ROWS: tl.constexpr = scales.shape[0]
     GROUPS: tl.constexpr = scales.shape[1]
     if BITS == 4:  # of every eight four are in lower halves, and the next four in upper ones

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.backends.native.gemm import GROUP, Quantised
 from engine.errors import UnsupportedModelError
 from engine.model.quantisation import Quantization
+from engine.model.stored.bits import check_halves
 
 Decode = Callable[[Tensor], Tensor]
 """Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
@@ -90,6 +91,7 @@ def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
         part = slice(start, start + step)
         values[part], lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
     columns = len(blocks) // rows * format.numbers
+    check_halves(lines)
     return Quantised(values.view(torch.uint8).view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)
 
 
@@ -109,7 +111,7 @@ def _fields(octets: Tensor, width: int, bits: int) -> Tensor:
 def _halves_as_ours(octets: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes [blocks, runs, width] whose lower halves are the integers of one group, or of its beginning, and whose
     upper halves those of the next, or of its end: these two as our own 4 bits, int32 [blocks, runs, width / 8]."""
-    words = octets.contiguous().view(torch.int32)
+    words = octets.clone(memory_format=torch.contiguous_format).view(torch.int32)  # a copy is aligned
     first, second = words[..., 0::2], words[..., 1::2]
     lower, upper = 0x0F0F0F0F, -0x0F0F0F10  # of each byte
     return first & lower | (second & lower) << 4, first >> 4 & lower | second & upper

@@ -84,6 +84,19 @@ def fits_groups(shape: Size, groups: int) -> bool:
     return shape[1] % GROUP == 0 and groups > 0 and shape[1] % (groups * GROUP) == 0
 
 
+def check_halves(scales: Tensor) -> None:
+    """Refuse scales and minima that have become infinite as halves.
+
+    Raises:
+        ModelLoadError: names the setting that widens them instead.
+    """
+    if not bool(scales.isfinite().all()):
+        raise ModelLoadError(
+            "A quantised matrix has scales that are no numbers, or beyond 65,504, the largest half. Use --quantization "
+            "none, which widens it."
+        )
+
+
 def as_lines(levels: Tensor, scales: Tensor, zeros: Tensor) -> Quantised:
     """(levels - zeros) * scales as our own 4 bits, where `fits_groups`; -zeros * scales are rounded to a half.
 
@@ -94,5 +107,6 @@ def as_lines(levels: Tensor, scales: Tensor, zeros: Tensor) -> Quantised:
     rows, columns = levels.shape
     factors = scales.float()
     lines = torch.stack((factors, -zeros.float() * factors), -1).half()
+    check_halves(lines)
     lines = lines.repeat_interleave(columns // GROUP // scales.shape[1], dim=1)
     return Quantised(join_levels(levels.contiguous().view(rows, -1, GROUP)), lines.contiguous(), columns)

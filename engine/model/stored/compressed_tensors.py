@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from engine.backends.native.gemm import GROUP, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
-from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, packed, unpacked
+from engine.model.stored.bits import HALVES, as_lines, check_halves, fits_groups, grouped, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
 from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
 
@@ -157,6 +157,7 @@ _SIGN = 0x80  # integers of 8 bits are stored with this much added
 
 def _as_groups(words: Tensor, scales: Tensor) -> Quantised:
     integers = unpacked(words, 8, 1)
+    check_halves(scales.half())
     return Quantised((integers ^ _SIGN).view(torch.int8), scales.half(), integers.shape[1])
 
 

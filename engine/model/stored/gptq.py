@@ -47,13 +47,13 @@ class Gptq(Scheme):
                 expect(tensors, scales, (groups, outputs)),
                 expect(tensors, f"{module}.qzeros", (groups, outputs * self._bits // 32)),
             ]
-            ordered = True
-            if f"{module}.g_idx" in tensors.names:
-                parts.append(expect(tensors, f"{module}.g_idx", (inputs,)))
-                ordered = _neighbours(tensors.read(parts[-1]), groups)
+            order = f"{module}.g_idx" if f"{module}.g_idx" in tensors.names else None
+            if order is not None:
+                parts.append(expect(tensors, order, (inputs,)))
             decode = partial(_decode, bits=self._bits, less_one=self._less_one)
             found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
-            if self._bits == 4 and ordered and fits_groups(found.shape, groups) and tensors.format(scales) in HALVES:
+            fits = self._bits == 4 and fits_groups(found.shape, groups) and tensors.format(scales) in HALVES
+            if fits and (order is None or _neighbours(tensors.read(order), groups)):
                 found = replace(found, kind="int4", quantised=partial(_as_lines, less_one=self._less_one))
             yield found
 

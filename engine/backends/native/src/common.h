@@ -20,7 +20,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// An IEEE half, which pages hold, and scales of weights of 4 bits.
+// An IEEE half, which pages and the scales of weights of few bits hold.
 struct float16 {
   uint16_t bits;
 };
