@@ -191,30 +191,24 @@ OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stri
   quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
 }
 
-// The same with scales [outputs, groups].
-#define OCTAVO_QUANTISE_INT8(name, T, PORTABLE)                                                                     \
-  OCTAVO_EXPORT(gemm_quantise_int8_##name)(const T* weight, int64_t stride, int8_t* q, float16* scales,              \
-                                           int64_t outputs, int64_t inputs) {                                        \
-    quantise_int8<PORTABLE>(weight, stride, q, scales, outputs, inputs);                                              \
+// By PORTABLE and the weights' format.
+#define OCTAVO_QUANTISE(kind, Integer)                                                                               \
+  OCTAVO_QUANTISE_FROM(kind, f32, float, Integer, false)                                                             \
+  OCTAVO_QUANTISE_FROM(kind, bf16, bfloat16, Integer, false)                                                         \
+  OCTAVO_QUANTISE_FROM(kind, portable_f32, float, Integer, true)                                                     \
+  OCTAVO_QUANTISE_FROM(kind, portable_bf16, bfloat16, Integer, true)
+#define OCTAVO_QUANTISE_FROM(kind, name, T, Integer, PORTABLE)                                                       \
+  OCTAVO_EXPORT(gemm_quantise_##kind##_##name)(const T* weight, int64_t stride, Integer* q, float16* scales,         \
+                                               int64_t outputs, int64_t inputs) {                                    \
+    quantise_##kind<PORTABLE>(weight, stride, q, scales, outputs, inputs);                                           \
   }
 
-OCTAVO_QUANTISE_INT8(f32, float, false)
-OCTAVO_QUANTISE_INT8(bf16, bfloat16, false)
-OCTAVO_QUANTISE_INT8(portable_f32, float, true)
-OCTAVO_QUANTISE_INT8(portable_bf16, bfloat16, true)
+// The same with scales [outputs, groups]. Portable: they have the bits of bfloat16.
+OCTAVO_QUANTISE(int8, int8_t)
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
-// bytes for every eight; what is past the end of a row is not used. lines [outputs, groups, 2], scales and minima: weight
-// is about integer * scale + minimum. Portable: minima are -8 scales, which have the bits of bfloat16.
-#define OCTAVO_QUANTISE_INT4(name, T, PORTABLE)                                                                     \
-  OCTAVO_EXPORT(gemm_quantise_int4_##name)(const T* weight, int64_t stride, uint8_t* q, float16* lines,              \
-                                           int64_t outputs, int64_t inputs) {                                        \
-    quantise_int4<PORTABLE>(weight, stride, q, lines, outputs, inputs);                                               \
-  }
-
-OCTAVO_QUANTISE_INT4(f32, float, false)
-OCTAVO_QUANTISE_INT4(bf16, bfloat16, false)
-OCTAVO_QUANTISE_INT4(portable_f32, float, true)
-OCTAVO_QUANTISE_INT4(portable_bf16, bfloat16, true)
+// bytes for every eight; what is past the end of a row is not used. scales [outputs, groups, 2], with minima: weight is
+// about integer * scale + minimum. Portable: minima are -8 scales, which have the bits of bfloat16.
+OCTAVO_QUANTISE(int4, uint8_t)
 
 }  // namespace octavo::gemm
