@@ -5,7 +5,9 @@ Only counts: nothing here imports torch, so that a process can be given its envi
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +77,16 @@ def num_cores(cpus: set[int], topology: Path = CPUS) -> int:
         siblings = text_of(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip()
         cores.add(siblings or str(cpu))
     return max(1, len(cores))
+
+
+@functools.cache
+def core_cache(topology: Path = CPUS) -> int:
+    """Bytes of the second-level cache, which most processors have for each core; 0 where the system does not say."""
+    for level in (topology / "cpu0" / "cache").glob("index*"):
+        size = re.fullmatch(r"(\d+)K", text_of(level / "size").strip())
+        if size and text_of(level / "level").strip() == "2":
+            return int(size[1]) << 10
+    return 0
 
 
 def _allowed() -> set[int]:

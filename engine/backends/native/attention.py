@@ -31,6 +31,7 @@ from engine.backends.attention.base import (
 from engine.backends.attention.formats import format_name
 from engine.backends.native.program import AddedBias
 from engine.backends.native.structures import structure
+from engine.host.cpus import core_cache
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _QUERIES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,8 +49,8 @@ _Call: Any = structure(
     "pointer key_scales value_scales centre where | int where_row block_size slots | pointer query_start context |"
     "int rows tokens heads kv_heads head_dim causal left right chunk | double scale softcap | pointer bias sinks |"
     "int bias_kind bias_columns bias_zero | pointer distance_keys distance_queries distance_columns |"
-    "int distances content threads | pointer workspace shared finished |"
-    "int workspace_bytes shared_floats whole outside",
+    "int distances content threads cache | pointer workspace shared finished |"
+    "int workspace_bytes shared_floats whole tile outside",
 )
 
 
@@ -227,6 +228,7 @@ class NativeAttention(AttentionBackend):
             chunk=window.size if isinstance(window, Chunks) else 0,
             content=content,
             threads=torch.get_num_threads(),
+            cache=core_cache(),
         )
         _SIZES.call(ctypes.addressof(call))
         room = self._room(call)

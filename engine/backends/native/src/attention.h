@@ -28,15 +28,17 @@ struct Attention {
   const int64_t* distance_columns;
   int64_t distances, content;  // content: there is memory for that
   int64_t threads;      // that there is memory for
+  int64_t cache;        // bytes of the cache that a core has for itself; 0: not known
   char* workspace;      // [threads, workspace_bytes]
   float* shared;        // [threads, shared_floats], for what several threads work on
   int32_t* finished;    // [threads] zeros
   int64_t workspace_bytes, shared_floats;  // shared_floats 0: nothing is shared
   int64_t whole;                           // cost of all, in the unit of `Tiles`
+  int64_t tile;                            // queries that a tile has at most, heads that share keys included
   int64_t outside;      // result: 1 where a page or token lies outside keys
 };
 
-// Sets workspace_bytes, shared_floats and whole.
+// Sets workspace_bytes, shared_floats, whole and tile.
 void attention_sizes(Attention& a);
 
 // One thread's share of a call. All threads of a region make it, and the result is there when all have.

@@ -8,7 +8,25 @@
 
 namespace octavo {
 
+namespace {
+
+// Terms of contents and distances have memory for small tiles; what threads share has a limit, which longer contexts
+// reach with smaller tiles.
+int64_t tile_size(const Attention& a) {
+  if (!a.rows || a.content) return TILE;
+  int64_t most = smaller(LARGE_TILE, a.query_start[a.rows] * a.heads / (a.threads * TILES_EACH));
+  if (most <= TILE) return TILE;
+  int64_t longest = 0;
+  for (int64_t row = 0; row < a.rows; ++row) longest = larger<int64_t>(longest, a.context[row]);
+  const int64_t chunks = longest / CHUNK + 1, query = rounded_up(a.head_dim, WIDTH) + 2;
+  if (a.threads > 1) most = smaller(most, SHARED_LIMIT / (a.threads * chunks * query));
+  return larger(most / ROWS * ROWS, TILE);
+}
+
+}  // namespace
+
 void attention_sizes(Attention& a) {
+  a.tile = tile_size(a);
   a.workspace_bytes = Workspace(a, nullptr).bytes;
   a.whole = 0;
   int64_t most = 0;

@@ -8,11 +8,12 @@
 namespace octavo {
 namespace {
 
-// Queries that a tile has, heads that share keys included.
-constexpr int64_t TILE = 96;
+// Queries that a tile has, heads that share keys included: the more, the less often keys are packed. Large tiles are
+// taken where each thread has so many of them that none waits long for another.
+constexpr int64_t TILE = 96, LARGE_TILE = 384, TILES_EACH = 8;
 // What packing a key costs, in queries that are computed with it, and what reading it where it lies does.
 constexpr int64_t LOADING = 12, READING = 4;
-// How much of a chunk is fetched ahead: a part of the cache that each core has for itself.
+// How much of a chunk is fetched ahead: at least so much, at most half of the cache that each core has for itself.
 constexpr int64_t AHEAD_BYTES = 1 << 18;
 // Distances between a tile's queries and the keys of a chunk, rounded up to whole vectors.
 constexpr int64_t DISTANCES = TILE + CHUNK;
@@ -41,9 +42,9 @@ struct Tiles {
   const int64_t fold, width;  // heads that share keys; tokens of a tile
 
   explicit OCTAVO_INLINE_MEMBER Tiles(const Attention& a)
-      : a(a), fold(a.heads / a.kv_heads), width(larger(TILE / fold, int64_t{1})) {
+      : a(a), fold(a.heads / a.kv_heads), width(larger(a.tile / fold, int64_t{1})) {
     const int64_t size = a.kv_format == PAGE_F32 ? 4 : a.kv_format == PAGE_INT8 ? 1 : 2;
-    fetched = AHEAD_BYTES / (2 * CHUNK * a.head_dim * size);
+    fetched = larger(AHEAD_BYTES, a.cache / 2) / (2 * CHUNK * a.head_dim * size);
     begin_row();
   }
 
@@ -106,7 +107,7 @@ struct Workspace {
   int64_t bytes;
 
   Workspace(const Attention& a, char* from) {
-    const int64_t count = larger(TILE, a.heads / a.kv_heads), width = rounded_up(a.head_dim, WIDTH);
+    const int64_t count = larger(a.tile, a.heads / a.kv_heads), width = rounded_up(a.head_dim, WIDTH);
     int64_t used = 0;
     const auto take = [&]<class T>(T*& place, int64_t size) {
       place = reinterpret_cast<T*>(from + used);
