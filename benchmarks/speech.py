@@ -94,7 +94,7 @@ def main() -> None:
         params = SamplingParams(max_tokens=given.tokens, temperature=0.0, suppress_tokens=[END])
 
         def octavo() -> list[list[int]]:
-            inputs = [AudioInput(log_mel.features(samples), BEGIN) for samples in windows]
+            inputs = [AudioInput(features, BEGIN) for features in log_mel.features_of_all(windows)]
             outputs = llm.generate(inputs, params, use_tqdm=False)
             llm.engine.reset_prefix_cache()  # the next round encodes again
             return [output.outputs[0].token_ids for output in outputs]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -71,6 +74,15 @@ class LogMel:
         logs = np.log10(np.maximum(self._filters @ power.T, _LEAST))
         logs = np.maximum(logs, logs.max() - _DEPTH)
         return np.asarray((logs + 4.0) / 4.0, dtype=np.float32)
+
+    def features_of_all(self, windows: Iterable[Samples]) -> list[NDArray[np.float32]]:
+        """`features` of several windows, some at the same time: transforms run outside of Python's lock.
+
+        Raises:
+            ValueError: one is longer than a window.
+        """
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            return list(pool.map(self.features, windows))
 
 
 @lru_cache(maxsize=4)

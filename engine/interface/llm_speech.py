@@ -103,7 +103,8 @@ class Transcriber:
     def _windows(self, number: int, sound: Samples) -> list[_Hearing]:
         cutter = Cutter(self.log_mel.window_samples, self.log_mel.rate)
         windows = [*cutter.add(sound), *cutter.end()]
-        return [_Hearing(number, window, AudioInput(self.log_mel.features(window.samples))) for window in windows]
+        features = self.log_mel.features_of_all(window.samples for window in windows)
+        return [_Hearing(number, window, AudioInput(of)) for window, of in zip(windows, features, strict=True)]
 
     def _languages(self, asking: Asking, hearings: Sequence[_Hearing], count: int) -> list[str | None]:
         if not asking.detects:

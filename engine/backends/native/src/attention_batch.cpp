@@ -14,12 +14,13 @@ namespace {
 // reach with smaller tiles.
 int64_t tile_size(const Attention& a) {
   if (!a.rows || a.content) return TILE;
-  int64_t most = smaller(LARGE_TILE, a.query_start[a.rows] * a.heads / (a.threads * TILES_EACH));
+  const int64_t width = rounded_up(a.head_dim, WIDTH), queries = a.query_start[a.rows] * a.heads;
+  int64_t most = smaller(larger(a.cache / (32 * width), LARGE_TILE), LARGEST_TILE);
+  most = smaller(most, queries / (a.threads * TILES_EACH));
   if (most <= TILE) return TILE;
   int64_t longest = 0;
   for (int64_t row = 0; row < a.rows; ++row) longest = larger<int64_t>(longest, a.context[row]);
-  const int64_t chunks = longest / CHUNK + 1, query = rounded_up(a.head_dim, WIDTH) + 2;
-  if (a.threads > 1) most = smaller(most, SHARED_LIMIT / (a.threads * chunks * query));
+  if (a.threads > 1) most = smaller(most, SHARED_LIMIT / (a.threads * (longest / CHUNK + 1) * (width + 2)));
   return larger(most / ROWS * ROWS, TILE);
 }
 

@@ -9,8 +9,9 @@ namespace octavo {
 namespace {
 
 // Queries that a tile has, heads that share keys included: the more, the less often keys are packed. Large tiles are
-// taken where each thread has so many of them that none waits long for another.
-constexpr int64_t TILE = 96, LARGE_TILE = 384, TILES_EACH = 8;
+// taken where each thread has so many of them that none waits long for another; what a core's cache holds of its own
+// says how large.
+constexpr int64_t TILE = 96, LARGE_TILE = 384, LARGEST_TILE = 768, TILES_EACH = 8;
 // What packing a key costs, in queries that are computed with it, and what reading it where it lies does.
 constexpr int64_t LOADING = 12, READING = 4;
 // How much of a chunk is fetched ahead: at least so much, at most half of the cache that each core has for itself.

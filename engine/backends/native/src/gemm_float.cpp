@@ -14,6 +14,13 @@ struct Float32 : ByVectors<Float32> {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float))
+      if (rows >= WIDE) {  // units as they lie
+        uint32_t* units = reinterpret_cast<uint32_t*>(to);
+        return interleave_wide(x, 4 * stride, inputs, rows, units, units + inputs * rows);
+      }
+#endif
     lay_out(rows, inputs, reinterpret_cast<uint32_t*>(to),
             [&](int64_t row, int64_t first, int64_t count, uint32_t* units) {
               const T* from = x + row * stride + first;
