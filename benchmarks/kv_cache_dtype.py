@@ -109,23 +109,29 @@ def compare(count: int, length: int) -> list[dict[str, Any]]:
     rows = []
     for name in stories:
         for kind in FORMATS:
-            pairs = list(zip(scores[kind][name], scores["float32"][name], strict=True))
-            apart = [abs(ours[1] - theirs[1]) for ours, theirs in pairs]
-            row = {
-                "text": name,
-                "format": kind,
-                "positions": len(pairs),
-                "top1_agreement": round(statistics.fmean(ours[0] == theirs[0] for ours, theirs in pairs), 5),
-                "mean_logprob_difference": round(statistics.fmean(apart), 5),
-                "max_logprob_difference": round(max(apart), 5),
-            }
-            rows.append(row)
-            print(
-                f"{name:14s} {kind:8s} {row['top1_agreement']:.2%} of {len(pairs)}, log-probabilities differ by "
-                f"{row['mean_logprob_difference']} in the mean and {row['max_logprob_difference']} at most",
-                flush=True,
-            )
+            rows.append({"text": name, "format": kind} | agreement(scores[kind][name], scores["float32"][name]))
+            print(told(rows[-1]), flush=True)
     return rows
+
+
+def agreement(ours: Sequence[tuple[int, float]], exact: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """How scores of one text differ from float32's."""
+    pairs = list(zip(ours, exact, strict=True))
+    apart = [abs(mine[1] - theirs[1]) for mine, theirs in pairs]
+    return {
+        "positions": len(pairs),
+        "top1_agreement": round(statistics.fmean(mine[0] == theirs[0] for mine, theirs in pairs), 5),
+        "mean_logprob_difference": round(statistics.fmean(apart), 5),
+        "max_logprob_difference": round(max(apart), 5),
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row of agreement as a line."""
+    return (
+        f"{row['text']:14s} {row['format']:8s} {row['top1_agreement']:.2%} of {row['positions']}, log-probabilities "
+        f"differ by {row['mean_logprob_difference']} in the mean and {row['max_logprob_difference']} at most"
+    )
 
 
 class Decoder:
