@@ -150,15 +150,67 @@ def test_alone_equals_in_a_crowd_to_the_bit(
         assert torch.equal(alone, together)
 
 
-def test_one_row_is_spread_over_many_programs(device: torch.device) -> None:
-    """At a context of 1,000 tokens and 8 heads of keys, over most of a large GPU; in a crowd each row over few."""
+@pytest.mark.parametrize("most", [2, 32])
+def test_however_many_programs_share_the_work_to_the_bit(
+    device: torch.device, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows whose chunks have different sizes where they have no more than two; a share may lie within a chunk."""
+    monkeypatch.setattr(shapes, "max_chunks", lambda kv_heads: most)
+    sizes = [(1, 700), (3, 130), (20, 40), (1, 260), (0, 0), (1, 64)]
+    lengths, contexts = map(list, zip(*sizes, strict=True))
+    rows = make_rows(sizes, 4, 2, 16, torch.float32)
+    kv, q = paged(rows), queries(rows, lengths)
+    facts, results = triton._facts(device), []
+    for programs in (1, 2, 3, 7, 60):
+        monkeypatch.setattr(shapes, "decoders", lambda tiles, programs=programs: programs)
+        monkeypatch.setattr(triton, "_facts", lambda _: replace(facts, multiprocessors=1))
+        results.append(assert_close(device, q, kv, lengths, contexts, scale=0.25))
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def plan_for(device: torch.device, lengths: list[int], contexts: list[int], window: Window | None = None) -> Any:
+    """What 264 programs do of a step of a model with 8 heads of keys."""
     large = triton._Device(capability=90, multiprocessors=132, hardware=True)
     tiles = shapes.decode_tiles(128, 4, 2, 90, paged=True)
-    for rows, items, programs in ((1, 16, 8 * 17), (40, 40, 264)):  # a chunk more, where the first key lies anywhere
-        metadata = AttentionMetadata.build([1] * rows, [1000] * rows, device)
-        plan = triton._plan_decode(metadata, triton._Shape(32, 8, tiles, tiles, True, None), 128, 1, 4, large)
-        assert int(plan.items[0, 0]) == items
-        assert plan.programs == programs
+    metadata = AttentionMetadata.build(lengths, contexts, device)
+    return triton._plan_decode(metadata, triton._Shape(32, 8, tiles, tiles, True, window), 128, 1, 4, large)
+
+
+def test_one_row_is_spread_over_many_programs(device: torch.device) -> None:
+    """At a context of 1,000 tokens and 8 heads of keys, over most of a large GPU: as programs with a tile each."""
+    plan = plan_for(device, [1], [1000])
+    assert plan.share.tolist() == [1, 8 * 16]
+    assert plan.programs == 8 * 17  # a tile more, where the first key lies anywhere
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 34, 40, 48, 60, 100])
+def test_no_program_reads_much_more_than_the_others(device: torch.device, rows: int) -> None:
+    """Whole rows for each would take 16 tiles and more of all programs for the last few rows: of 34, twice."""
+    plan = plan_for(device, [1] * rows, [1000] * rows)
+    share, every = plan.share.tolist()
+    assert every == rows * 8 * 16
+    assert share == math.ceil(every / min(264, 8 * 17 * rows))
+
+
+def test_a_program_begins_where_the_one_before_it_ends(device: torch.device) -> None:
+    """Among prompts, rows without a query, and rows whose chunks have grown."""
+    lengths = [1, 700, 0, 4, 1, 5, 1]
+    contexts = [20_000, 700, 300, 64, 65, 300, 2049]
+    works = [8 * 320, 8, 8 * 2, 8 * 34]  # of 64 keys, in chunks of 640, 64, 64 and 128 keys
+    plan = plan_for(device, lengths, contexts)
+    assert plan.row_of[:4].tolist() == [0, 3, 4, 6]
+    before = [sum(works[:row]) for row in range(5)]
+    assert plan.before[:4].tolist() == before[:4]
+    share, every = plan.share.tolist()
+    assert every == before[4]
+    used = math.ceil(every / share)
+    assert plan.programs == 264 >= used
+    for program, first in enumerate(plan.firsts[:used].tolist()):
+        assert before[first] <= program * share < before[first + 1]
+    assert not plan.counters.any()
+    seen = plan_for(device, [1, 1], [20_000, 90], Window(99))  # from key 19,840 and key 0 on
+    assert seen.share.tolist() == [1, 8 * (3 + 2)]
 
 
 @pytest.mark.slow

@@ -59,12 +59,17 @@ class _Device:
 class _Decoding:
     """The rows of few queries: the plan of `plan_decode`, and memory for partial results."""
 
-    items: Tensor
+    share: Tensor
+    firsts: Tensor
+    row_of: Tensor
+    before: Tensor
     counters: Tensor
     parts: Tensor
     stats: Tensor
-    part_rows: int
-    programs: int
+
+    @property
+    def programs(self) -> int:
+        return self.firsts.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +244,8 @@ class TritonAttention(AttentionBackend):
             plan = prepared.decoding
             decode[(plan.programs,)](
                 out=out, query_start=metadata.query_start, context=metadata.context,
-                items=plan.items, counters=plan.counters, parts=plan.parts, stats=plan.stats, part_rows=plan.part_rows,
+                share=plan.share, firsts=plan.firsts, row_of=plan.row_of, before=plan.before, counters=plan.counters,
+                parts=plan.parts, stats=plan.stats, part_rows=plan.parts.shape[2], most_chunks=plan.parts.shape[1],
                 CHUNK=shapes.CHUNK, MAX_CHUNKS=shapes.max_chunks(kv_heads), **arguments, **_sizes(few),
                 **overlapping(metadata.overlapping),
             )  # fmt: skip
@@ -310,30 +316,36 @@ def _plan_decode(
     most_chunks, reach = shapes.max_chunks(kv_heads), metadata.longest
     if shape.window is not None:
         reach = min(reach, shape.window.left + shape.window.right + queries)
-    chunks = min(most_chunks, max(1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK)))
-    # Only rows of more chunks than a worker's share are split (`plan_decode`).
-    slots = min(rows * chunks, workers * chunks // kv_heads + 1)
+    chunk_keys = max(
+        1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK)
+    )  # a row's keys, as chunks of the least size
+    chunks = min(most_chunks, chunk_keys)
+    # Rows with fewer keys than the longest may have more work than it by less than its chunks have grown.
+    work = rows * kv_heads * (chunk_keys + (chunk_keys - 1) // most_chunks)
+    programs = min(workers, work)
     part_rows = queries * (shape.heads // kv_heads)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=where)
 
-    items, counters = empty(1 + rows * chunks, 4, dtype=torch.int32), empty(rows, kv_heads, dtype=torch.int32)
+    plan = _Decoding(
+        share=empty(2, dtype=torch.int32),
+        firsts=empty(programs, dtype=torch.int32),
+        row_of=empty(rows, dtype=torch.int32),
+        before=empty(rows, dtype=torch.int32),
+        counters=empty(rows, kv_heads, dtype=torch.int32),
+        parts=empty(programs, chunks, part_rows, head_dim),
+        stats=empty(programs, chunks, 2, part_rows),
+    )
     window = shape.window or Window(0)
     plan_decode[(rows,)](
-        metadata.query_start, metadata.context, items, counters, rows, window.left, window.right, workers,
+        metadata.query_start, metadata.context, plan.share, plan.firsts, plan.row_of, plan.before, plan.counters,
+        rows, window.left, window.right, programs,
         KV_HEADS=kv_heads, MOST=most, CAUSAL=shape.causal, WINDOW=shape.window is not None,
-        BLOCK_N=shape.few.block_n, CHUNK=shapes.CHUNK, MAX_CHUNKS=most_chunks,
-        RUNS=shapes.padded(most_chunks), HEADS=shapes.padded(kv_heads), num_warps=4,
+        BLOCK_N=shape.few.block_n, CHUNK=shapes.CHUNK, MAX_CHUNKS=most_chunks, HEADS=shapes.padded(kv_heads),
+        num_warps=4,
     )  # fmt: skip
-    return _Decoding(
-        items,
-        counters,
-        empty(slots, kv_heads, part_rows, head_dim),
-        empty(slots, kv_heads, 2, part_rows),
-        part_rows,
-        min(workers, rows * kv_heads * chunks),
-    )
+    return plan
 
 
 def _plan_prefill(metadata: AttentionMetadata, most: int, tile: int, tiles: int) -> _Prefilling:

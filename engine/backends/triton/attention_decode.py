@@ -1,11 +1,11 @@
 """Attention of rows with few queries over their keys: the kernel of decoding, bound by memory.
 
 A row's keys are cut into chunks (`attention_plan.span`), each of which has a maximum, a sum and a result of its own.
-Chunks are merged in their order. A program that has all chunks of a row and a head merges them in registers and writes
-the result; where the chunks of a row are spread over programs each writes partial results, and the one that finishes
-last merges them. Merging in a second kernel would cost a launch and a wait for the slowest program at each layer, which
-a small batch should feel: an estimated 2 microseconds at each of 28 layers would be 6% of a step of one millisecond.
-Which program merges changes no bit.
+Chunks are merged in their order. Each program has an equal share of all chunks (`attention_plan.plan_decode`): one that
+has all of a row and a head merges them in registers and writes the result; where they are spread over programs each
+writes partial results, and the one that finishes last merges them. Merging in a second kernel would cost a launch and a
+wait for the slowest program at each layer, which a small batch should feel: an estimated 2 microseconds at each of 28
+layers would be 6% of a step of one millisecond. Which program merges changes no bit.
 
 Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the least that tensor cores
 multiply. Single queries leave most of them empty, which should cost little, since memory is what is waited for. A tile
@@ -20,27 +20,27 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.backends.triton.attention_plan import ITEM, span
+from engine.backends.triton.attention_plan import span
 from engine.backends.triton.attention_tiles import divide, meet, merge, sink
 
 
 @triton.jit
-def _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM: tl.constexpr):
+def _part(places, about, one, chunks, part_rows, real, read, HEAD_DIM: tl.constexpr):
     """The maximum, sum and result of a chunk that some program stored; of none where there are not so many."""
     there = one < chunks
-    about += one * step * 2
+    about += one * part_rows * 2
     best = tl.load(about, mask=real & there, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(about + part_rows, mask=real & there, other=0, cache_modifier=".cg")
-    acc = tl.load(places + one * step * HEAD_DIM, mask=read & there, other=0, cache_modifier=".cg")
+    acc = tl.load(places + one * part_rows * HEAD_DIM, mask=read & there, other=0, cache_modifier=".cg")
     return best, total, acc
 
 
-@triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right", "part_rows"])
+@triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right", "part_rows", "most_chunks"])
 def decode(
     q, out, keys, values, key_scales, value_scales, centre, where, query_start, context,
-    items, counters, parts, stats, bias, sinks,
+    share, firsts, row_of, before, counters, parts, stats, bias, sinks,
     q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, s_page, s_slot, table_row,
-    columns, zero, left, right, scale, softcap, part_rows,
+    columns, zero, left, right, scale, softcap, part_rows, most_chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr,
@@ -48,7 +48,7 @@ def decode(
     SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The work items of a plan, each for every key head; any number of programs.
+    """The work of a plan, by as many programs as it has shares.
 
     Args:
         q: [T, HEADS, HEAD_DIM] with strides (q_token, q_head, 1); out: the same without gaps.
@@ -57,8 +57,8 @@ def decode(
         key_scales, value_scales: [pages, PAGE, KV_HEADS] with strides (s_page, s_slot, 1).
         centre: float32 [KV_HEADS, HEAD_DIM], read if CENTRE.
         where: block tables with stride table_row, or if not PAGED each row's first token.
-        items, counters: see `plan_decode`.
-        parts, stats: float32 [slots, KV_HEADS, part_rows, HEAD_DIM] and [slots, KV_HEADS, 2, part_rows].
+        share, firsts, row_of, before, counters: see `plan_decode`.
+        parts, stats: float32 [programs, most_chunks, part_rows, HEAD_DIM] and [programs, most_chunks, 2, part_rows].
         bias: float32 [HEADS, columns], read if BIAS; sinks: float32 [HEADS], read if SINKS.
         DTYPE: of the products.
     """
@@ -69,15 +69,26 @@ def decode(
         # All that it reads the kernels before it may have written.
         gdc_launch_dependents()
         gdc_wait()
-    count = tl.load(items) * KV_HEADS
-    for work in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        item = items + (1 + work // KV_HEADS) * ITEM
-        head = work % KV_HEADS
-        row, first, number, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    size, every = tl.load(share), tl.load(share + 1)
+    at = tl.program_id(0) * size
+    stop = tl.minimum(at + size, every)
+    nth = tl.load(firsts + tl.program_id(0), mask=at < stop, other=0)
+    while at < stop:  # a row and a head each time
+        row, begin_of_row = tl.load(row_of + nth), tl.load(before + nth)
         start = tl.load(query_start + row)
         queries = tl.load(query_start + row + 1) - start
         length = tl.load(context + row)
         low, high, chunk, chunks = span(queries, length, left, right, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
+        weight = chunk // CHUNK
+        head = (at - begin_of_row) // (chunks * weight)
+        begin_of_head = begin_of_row + head * chunks * weight
+        # Chunks that begin in this share: none, if it lies within one.
+        first = (at - begin_of_head + weight - 1) // weight
+        number = tl.minimum((stop - begin_of_head + weight - 1) // weight, chunks) - first
+        # Of those that several programs have, no two begin in the same share and go on past its end.
+        slot = tl.where(number < chunks, begin_of_head // size, -1)
+        at = begin_of_head + chunks * weight
+        nth += (head == KV_HEADS - 1).to(tl.int32)
         heads = head * GROUP + pair % GROUP
         query = pair // GROUP
         query_at = query
@@ -96,9 +107,9 @@ def decode(
             table, origin = where + row.to(tl.int64) * table_row, 0
         else:
             table, origin = where, tl.load(where + row)
-        places = parts + ((slot + first).to(tl.int64) * KV_HEADS + head) * part_rows * HEAD_DIM
+        places = parts + (slot.to(tl.int64) * most_chunks + first) * part_rows * HEAD_DIM
         places = places + pair[:, None] * HEAD_DIM + features[None, :]
-        about = stats + ((slot + first).to(tl.int64) * KV_HEADS + head) * 2 * part_rows + pair
+        about = stats + (slot.to(tl.int64) * most_chunks + first) * 2 * part_rows + pair
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -124,8 +135,8 @@ def decode(
                     tl.store(places, acc_of, mask=read)
                     tl.store(about, best_of, mask=real)
                     tl.store(about + part_rows, total_of, mask=real)
-                    places += KV_HEADS * part_rows * HEAD_DIM
-                    about += KV_HEADS * 2 * part_rows
+                    places += part_rows * HEAD_DIM
+                    about += 2 * part_rows
                 best_of = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
                 total_of = tl.zeros((BLOCK_M,), dtype=tl.float32)
                 acc_of = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -137,16 +148,15 @@ def decode(
             done = tl.atomic_add(counter, number, sem="acq_rel", scope="gpu") + number == chunks
             if done & (number > 0):
                 tl.store(counter, 0)  # for the next layer
-                places = parts + (slot.to(tl.int64) * KV_HEADS + head) * part_rows * HEAD_DIM
+                places = parts + slot.to(tl.int64) * most_chunks * part_rows * HEAD_DIM
                 places = places + pair[:, None] * HEAD_DIM + features[None, :]
-                about = stats + (slot.to(tl.int64) * KV_HEADS + head) * 2 * part_rows + pair
-                step = KV_HEADS * part_rows
+                about = stats + slot.to(tl.int64) * most_chunks * 2 * part_rows + pair
                 for one in tl.range(0, chunks, 4):
                     # Four are asked for before the first is needed; what is not there changes nothing.
-                    best0, total0, acc0 = _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM)
-                    best1, total1, acc1 = _part(places, about, one + 1, chunks, step, part_rows, real, read, HEAD_DIM)
-                    best2, total2, acc2 = _part(places, about, one + 2, chunks, step, part_rows, real, read, HEAD_DIM)
-                    best3, total3, acc3 = _part(places, about, one + 3, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best0, total0, acc0 = _part(places, about, one, chunks, part_rows, real, read, HEAD_DIM)
+                    best1, total1, acc1 = _part(places, about, one + 1, chunks, part_rows, real, read, HEAD_DIM)
+                    best2, total2, acc2 = _part(places, about, one + 2, chunks, part_rows, real, read, HEAD_DIM)
+                    best3, total3, acc3 = _part(places, about, one + 3, chunks, part_rows, real, read, HEAD_DIM)
                     best, total, acc = merge(best, total, acc, best0, total0, acc0)
                     best, total, acc = merge(best, total, acc, best1, total1, acc1)
                     best, total, acc = merge(best, total, acc, best2, total2, acc2)

@@ -1,9 +1,16 @@
 """Which program of attention's kernels does what, worked out on the device once a step and shared by its layers.
 
 Nothing is uploaded, and a captured graph plans anew at each replay from the lengths that it finds. Grids are bounded by
-what the host knows; programs share a list of work items, so that none is started for keys that a row does not have: a
-graph is made for the longest context there may be, and a program that only finds out that it has nothing to do takes
-its time, too.
+what the host knows: a graph is made for the longest context there may be, and a program that only finds out that it has
+nothing to do takes its time, too.
+
+Decoding waits for memory, so the model of it is bytes: all programs that a GPU holds at once begin together, each is to
+read the same number of keys, and the step's attention takes as long as the one that reads most. How much that is
+follows from batch and context together: all keys of all rows and heads, laid end to end, are cut into as many shares as
+there are programs. So there is one wave, however many rows there are and however long they are. Whole rows for each
+program would take two waves of 34 rows and 8 heads on 264 programs, 272 of them; rows of 16,000 tokens among short ones
+would be waited for. A program pays for each row and head that it begins, an estimated 2 microseconds of waiting for
+addresses, as long as 64 keys of 128 features take it, and for writing and merging what is spread over several.
 """
 
 from __future__ import annotations
@@ -11,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# int32 of an item: row, first chunk, number of chunks, and where the row's partial results begin (-1: there are none).
-ITEM = tl.constexpr(4)
 _ROWS = tl.constexpr(256)
 
 
@@ -24,7 +29,7 @@ def span(
     """(low, high, size of a chunk, chunks) of a row of few queries: keys [low, high) are seen by some of them.
 
     Chunks begin at a multiple of BLOCK_N. Their size depends on the row's own length alone, so that the row's result
-    does, too: CHUNK keys, or more where there would be more than MAX_CHUNKS of them. There is at least one chunk.
+    does, too: CHUNK keys, or a multiple where there would be more than MAX_CHUNKS of them. There is at least one chunk.
     """
     low, high = length * 0, length
     if WINDOW:
@@ -39,69 +44,65 @@ def span(
 
 
 @triton.jit
-def _chunks_of(
+def _work_of(
     query_start, context, row, rows, left, right,
     MOST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of rows; 0 for those that are not there, or have more than MOST queries or none."""
+    """Work of one head of rows, in CHUNK keys; 0 where there is no row, or one of no or more than MOST queries."""
     there = row < rows
     begin = tl.load(query_start + row, mask=there, other=0)
     queries = tl.load(query_start + row + 1, mask=there, other=0) - begin
     length = tl.load(context + row, mask=there, other=0)
-    _low, _high, _chunk, chunks = span(queries, length, left, right, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
-    return tl.where((queries > 0) & (queries <= MOST), chunks, 0)
+    _low, _high, chunk, chunks = span(queries, length, left, right, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
+    return tl.where((queries > 0) & (queries <= MOST), chunks * (chunk // CHUNK), 0)
 
 
 @triton.jit(do_not_specialize=["rows", "left", "right", "workers"])
 def plan_decode(
-    query_start, context, items, counters, rows, left, right, workers,
+    query_start, context, share, firsts, row_of, before, counters, rows, left, right, workers,
     KV_HEADS: tl.constexpr, MOST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, RUNS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The work items of one row; a program for each row.
+    """Cut the work of all rows of few queries, of CHUNK keys each, into equal shares; a program for each row.
 
-    A row's chunks are cut into runs where there are fewer rows than workers (programs of the decode kernel). How they
-    are cut changes no result: chunks are merged in their order, by the same operations, wherever they were computed.
+    Rows follow each other, in a row its heads, in a head its chunks. A chunk belongs to the share in which it begins.
+    How rows are cut changes no result: chunks are merged in their order, by the same operations, wherever they were
+    computed.
 
     Args:
         query_start: [rows + 1]; context: [rows].
-        items: int32 [1 + bound, ITEM]; items[0, 0] becomes their number.
+        share: int32 [2], becomes the work of a program, and that of all rows.
+        firsts: int32 [workers], becomes the row of few queries, in their order, in which a program begins; not filled
+            for those that have no work.
+        row_of, before: int32 [rows], become the rows of few queries, and the work of all that come before each of them.
         counters: int32 [rows, KV_HEADS], which become zeros.
-        RUNS, HEADS: powers of two, at least MAX_CHUNKS and KV_HEADS.
+        workers: programs of the decode kernel.
+        HEADS: a power of two, at least KV_HEADS.
     """
     row = tl.program_id(0)
-    every = 0
+    every, earlier, number = 0, 0, 0
     for start in range(0, rows, _ROWS):
         them = start + tl.arange(0, _ROWS)
-        every += tl.sum(
-            _chunks_of(query_start, context, them, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
-        )
-    longest = tl.maximum((every * KV_HEADS + workers - 1) // workers, 1)
-    before, parts = 0, 0
-    for start in range(0, row, _ROWS):
-        them = start + tl.arange(0, _ROWS)
-        chunks = _chunks_of(
-            query_start, context, them, row, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS
-        )
-        before += tl.sum((chunks + longest - 1) // longest)
-        parts += tl.sum(tl.where(chunks > longest, chunks, 0))
-    chunks = _chunks_of(query_start, context, row, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
-    runs = (chunks + longest - 1) // longest
-    size = (chunks + tl.maximum(runs, 1) - 1) // tl.maximum(runs, 1)
-    run = tl.arange(0, RUNS)
-    first = run * size
-    # Even runs may be fewer than were counted: what is left over is empty, and does nothing.
-    number = tl.maximum(tl.minimum(chunks - first, size), 0)
-    item = items + (1 + before + run) * ITEM
-    tl.store(item, row + tl.zeros_like(run), mask=run < runs)
-    tl.store(item + 1, first, mask=run < runs)
-    tl.store(item + 2, number, mask=run < runs)
-    tl.store(item + 3, tl.where(chunks > longest, parts, -1) + tl.zeros_like(run), mask=run < runs)
+        work = _work_of(query_start, context, them, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
+        every += tl.sum(work)
+        earlier += tl.sum(tl.where(them < row, work, 0))
+        number += tl.sum(((them < row) & (work > 0)).to(tl.int32))
+    every, earlier = every * KV_HEADS, earlier * KV_HEADS
+    size = tl.maximum((every + workers - 1) // workers, 1)
+    own = _work_of(query_start, context, row, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
+    if own > 0:
+        tl.store(row_of + number, row)
+        tl.store(before + number, earlier)
+        stop = (earlier + own * KV_HEADS + size - 1) // size
+        for start in range((earlier + size - 1) // size, stop, _ROWS):
+            program = start + tl.arange(0, _ROWS)
+            tl.store(firsts + program, number + tl.zeros_like(program), mask=program < stop)
     head = tl.arange(0, HEADS)
     tl.store(counters + row * KV_HEADS + head, tl.zeros_like(head), mask=head < KV_HEADS)
     if row == rows - 1:
-        tl.store(items, before + runs)
+        tl.store(share, size)
+        tl.store(share + 1, every)
 
 
 @triton.jit
