@@ -193,6 +193,8 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     yield Finding("model", "ok", found)
     if memory:
         yield check_memory(facts)
+    if facts.num_blocks and (config.flash_prefill or facts.device.startswith("cuda")):
+        yield check_flash(config, facts)
     if config.skip_tokenizer_init:
         yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
     else:
@@ -221,6 +223,31 @@ def check_memory(facts: ModelFacts) -> Finding:
     if left < _SPARE and facts.device == "cpu":
         return Finding("memory", "warn", f"{found}: {_size(left)} for everything else is little", fix)
     return Finding("memory", "ok", found)
+
+
+def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
+    """What of long prompts torch's flash attention would compute, asked for or not: it is tried on the GPU."""
+    from engine import inspect_flash
+
+    check = "flash prefill"
+    try:
+        flash = inspect_flash(config, facts.path)
+    except (OctavoError, RuntimeError) as problem:
+        found, fix = _split(" ".join(str(problem).split()), "Free memory of the GPU.")
+        return Finding(check, "warn", f"cannot be tried: {found}", fix)
+    why = f" ({flash.why})" if flash.why else ""
+    layers = f"in {flash.layers} of {flash.of} layers{why}"
+    if not config.flash_prefill:
+        return Finding(check, "ok", f"off; torch's flash attention could compute long prompts {layers}")
+    if not flash.layers:
+        return Finding(
+            check, "warn", f"not used: {flash.why}", "Leave --flash-prefill out: our own kernels compute all."
+        )
+    if flash.too_short:
+        return Finding(check, "warn", f"not used: {flash.too_short}", "Raise it, or leave --flash-prefill out.")
+    if flash.wrong:
+        return Finding(check, "warn", f"torch's flash attention {layers}", "Nothing: our own kernels compute the rest.")
+    return Finding(check, "ok", f"torch's flash attention {layers}")
 
 
 def check_quantization_cache(config: EngineConfig) -> Finding:

@@ -66,11 +66,13 @@ from engine.pooled import (
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.execution.gpu_choice import GpuFacts
+    from engine.execution.whole_prompts import FlashFacts
     from engine.inspection import (
         CacheFacts,
         ModelFacts,
         TorchFacts,
         inspect_device,
+        inspect_flash,
         inspect_gpu,
         inspect_model,
         inspect_quantization_cache,
@@ -109,6 +111,7 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "FillMaskOutput",
+    "FlashFacts",
     "GpuFacts",
     "InvalidRequestError",
     "LabelScore",
@@ -144,6 +147,7 @@ __all__ = [
     "compute_in_one_thread",
     "default_topic",
     "inspect_device",
+    "inspect_flash",
     "inspect_gpu",
     "inspect_model",
     "inspect_quantization_cache",
@@ -158,12 +162,14 @@ __all__ = [
 
 _LAZY = {
     "CacheFacts": ".inspection",
+    "FlashFacts": ".execution.whole_prompts",
     "GpuFacts": ".execution.gpu_choice",
     "Engine": ".engine",
     "LLM": ".interface.llm",
     "ModelFacts": ".inspection",
     "TorchFacts": ".inspection",
     "inspect_device": ".inspection",
+    "inspect_flash": ".inspection",
     "inspect_gpu": ".inspection",
     "inspect_model": ".inspection",
     "inspect_quantization_cache": ".inspection",

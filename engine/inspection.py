@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from engine.backends import native
+from engine.backends import triton as gpu
 from engine.backends.attention.formats import format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.execution.gpu_choice import GpuFacts, look_at
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
-from engine.execution.starting import choose_device, choose_dtype
+from engine.execution.starting import choose_device, choose_dtype, resolve
+from engine.execution.whole_prompts import FlashFacts, look_at_flash
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
 from engine.host.folders import check_private
@@ -221,6 +223,31 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         stored=stored_formats(files[0]) if files[0].suffix == SUFFIX else {},
         no_tokenizer=" ".join(lacks.read_text(encoding="utf-8").split()) if lacks.is_file() else "",
     )
+
+
+def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
+    """What torch's flash attention can compute of a model's long prompts (`flash_prefill`, set or not), by trying it on
+    the GPU; that compiles a kernel, if none has before, and takes some megabytes.
+
+    Args:
+        path: the model's folder, as `inspect_model` has found it.
+
+    Raises:
+        RuntimeError: torch's, where the GPU has no memory left.
+    """
+    device = choose_device(config.device)
+    with gpu.current(device):
+        found = resolve(replace(config, model=str(path)), device)
+        model = Transformer(  # shapes, no memory
+            found.spec,
+            found.backend,
+            found.max_model_len,
+            max_encoder_len=found.max_encoder_len,
+            device="meta",
+            dtype=found.dtype,
+        )
+        tokens = config.max_num_batched_tokens
+        return look_at_flash(model, found.backend, found.cache_dtype, config.block_size, tokens, device)
 
 
 def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:

@@ -212,6 +212,50 @@ def test_a_model_larger_than_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "but cuda has 0.1 MiB of 0.1 MiB free -> That is more than all of it. Use a smaller model, a 16-bit" in text
 
 
+WRONG = "its results for 4 heads of 64 features over 2 are not ours"
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "verdict", "said"),
+    [
+        ({"layers": 28}, False, "ok", "off; torch's flash attention could compute long prompts in 28 of 28 layers"),
+        ({"why": "attention has a bias"}, False, "ok", "in 0 of 28 layers (attention has a bias)"),
+        ({"layers": 28}, True, "ok", "torch's flash attention in 28 of 28 layers"),
+        ({"layers": 5, "why": "attention has a window"}, True, "ok", "in 5 of 28 layers (attention has a window)"),
+        ({"layers": 5, "why": WRONG, "wrong": True}, True, "warn", f"in 5 of 28 layers ({WRONG})"),
+        ({"why": WRONG, "wrong": True}, True, "warn", f"not used: {WRONG} -> Leave --flash-prefill out"),
+        ({"layers": 28, "too_short": "steps have 2048"}, True, "warn", "not used: steps have 2048 -> Raise it"),
+        ({"layers": 28, "too_short": "steps have 2048"}, False, "ok", "in 28 of 28 layers"),
+    ],
+)
+def test_torchs_flash_attention(
+    facts: dict[str, Any], asked: bool, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = engine.FlashFacts(of=28, **facts)
+    monkeypatch.setattr(engine, "inspect_flash", lambda config, path: found, raising=False)
+    model = inspect_model(EngineConfig(model=str(DEMO_MODEL)))
+    finding = doctor.check_flash(EngineConfig(model=str(DEMO_MODEL), flash_prefill=asked), model)
+    assert (finding.check, finding.verdict) == ("flash prefill", verdict)
+    assert said in f"{finding.found} -> {finding.fix}"
+    assert bool(finding.fix) == (verdict == "warn")
+
+
+def test_torchs_flash_attention_is_looked_at_where_it_may_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU always; on a CPU where it is asked for, to say that it is not used."""
+    assert "flash prefill" not in examine(device="cpu")
+    text = warned(examine(device="cpu", flash_prefill=True)["flash prefill"])
+    assert "not used: attention is computed by the " in text
+    model = inspect_model(EngineConfig(model=str(DEMO_MODEL)))
+    monkeypatch.setattr(engine, "inspect_model", lambda config: replace(model, device="cuda"), raising=False)
+
+    def out_of_memory(config: EngineConfig, path: Path) -> engine.FlashFacts:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.")
+
+    monkeypatch.setattr(engine, "inspect_flash", out_of_memory, raising=False)
+    found = {finding.check: finding for finding in doctor.check_model(EngineConfig(model=str(DEMO_MODEL)))}
+    assert "cannot be tried: CUDA out of memory -> Tried to allocate" in warned(found["flash prefill"])
+
+
 # ---------------------------------------------------------------- the model
 
 

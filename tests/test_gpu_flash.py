@@ -24,7 +24,7 @@ from support.jobs import CHECKPOINT, greedy, prompt
 from test_attention_reference import Row, by_position, make_row, paged
 from torch import Tensor
 
-from engine import Engine
+from engine import Engine, EngineConfig, inspection
 from engine.backends.attention.base import AttentionMetadata, Paged, Ragged, Window
 from engine.backends.attention.formats import FP8
 from engine.backends.torch.attention import TorchReference
@@ -33,6 +33,8 @@ from engine.backends.triton.attention import TritonAttention
 from engine.backends.triton.attention_flash import FEWEST, FlashPrompts, HeadShape, obstacle
 from engine.execution import prompt_graphs, whole_prompts
 from engine.execution.whole_prompts import find_difference, use_flash
+from engine.model.checkpoint import read_config
+from engine.model.families import build_spec
 
 HALF = torch.float16  # the interpreter multiplies no bfloat16
 SHAPE = HeadShape(4, 2, 16, HALF)
@@ -430,6 +432,20 @@ def test_a_model_for_which_it_is_not_is_told_why(
     assert run(engine, [Job(prompt(7, 30), greedy(1)), JOBS[0]])[1:] == expected
     assert not made.calls
     engine.close()
+
+
+@pytest.mark.usefixtures("shorter")
+def test_it_is_tried_without_weights(device: torch.device, flash: Flash, checkpoint: Callable[[str], Any]) -> None:
+    """As `octavo doctor` does, whether it is asked for or not."""
+    path = checkpoint(CHECKPOINT).path
+    config = EngineConfig(model=str(path), device=str(device), dtype="float16", max_num_batched_tokens=20)
+    facts, layers = inspection.inspect_flash(config, path), len(build_spec(read_config(path)).trunk.blocks)
+    assert (facts.layers, facts.of, facts.why, facts.too_short) == (layers, layers, "", "")
+    assert flash.calls == [[33, 20], [33], [20]], "once for all layers"
+    narrow = inspection.inspect_flash(replace(config, max_num_batched_tokens=19, max_num_seqs=4), path)
+    assert "--max-num-batched-tokens is 19" in narrow.too_short
+    pages = inspection.inspect_flash(replace(config, kv_cache_dtype="int8"), path)
+    assert (pages.layers, pages.why) == (0, "pages hold int8, the model computes in float16")
 
 
 def test_another_backend_says_that_it_computes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,26 @@ logger = logging.getLogger("octavo.execution")
 _LENGTHS = (301, 77)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashFacts:
+    """What of a model's attention torch's flash attention can compute for long prompts that come whole.
+
+    Attributes:
+        shapes: heads for which it has been found to do what our kernels do.
+        layers, of: how many have such heads and nothing that it lacks, of how many with own keys and values in pages.
+        why: what keeps it from the others; "" where nothing does.
+        wrong: it was tried for some of them, and fails there or computes something else.
+        too_short: why steps hold no prompt that is long enough; "" if they do.
+    """
+
+    shapes: frozenset[HeadShape] = frozenset()
+    layers: int = 0
+    of: int = 0
+    why: str = ""
+    wrong: bool = False
+    too_short: str = ""
+
+
 def use_flash(
     model: Transformer, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int, max_tokens: int
 ) -> None:
@@ -35,36 +56,61 @@ def use_flash(
         cache_dtype, block_size: of the pages.
         max_tokens: of a step.
     """
-    fewest, attentions = attention_flash.FEWEST, _own_attentions(model)
-    refusals: list[str] = []
-    wrong: dict[HeadShape, str] = {}
-    if not isinstance(backend, TritonAttention):
-        refusals = [f"attention is computed by the {backend.name} backend"]
-    elif max_tokens < fewest:
-        refusals = [f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"]
-    elif not attentions:
-        refusals = ["no layer has keys and values of its own in pages"]
-    else:
-        for one in attentions:
-            problem = _obstacle(model, one, cache_dtype)
-            if not problem:
-                shape = HeadShape(one.part.heads, one.part.kv_heads, one.part.head_dim, model.dtype)
-                if shape not in wrong:
-                    wrong[shape] = find_difference(shape, one.part.scale, block_size, model.device)
-                problem = wrong[shape]
-            refusals += [problem] if problem else []
-        backend.flash = FlashPrompts(frozenset(shape for shape, problem in wrong.items() if not problem), fewest)
-    why = "; ".join(dict.fromkeys(refusals))
-    if all(wrong.values()):
-        logger.warning("torch's flash attention is not used, our own kernels are: %s", why)
+    facts = look_at_flash(model, backend, cache_dtype, block_size, max_tokens, model.device)
+    if facts.too_short or not facts.shapes:
+        logger.warning("torch's flash attention is not used, our own kernels are: %s", facts.too_short or facts.why)
         return
-    rest = f", our own kernels in {len(refusals)} ({why})" if refusals else ""
+    assert isinstance(backend, TritonAttention)
+    backend.flash = FlashPrompts(facts.shapes, attention_flash.FEWEST)
+    rest = f", our own kernels in {facts.of - facts.layers} ({facts.why})" if facts.why else ""
     logger.log(
-        logging.WARNING if any(wrong.values()) else logging.INFO,
+        logging.WARNING if facts.wrong else logging.INFO,
         "prompts from %d tokens on that come whole: torch's flash attention in %d layers%s",
-        fewest,
-        len(attentions) - len(refusals),
+        attention_flash.FEWEST,
+        facts.layers,
         rest,
+    )
+
+
+def look_at_flash(
+    model: Transformer,
+    backend: AttentionBackend,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    max_tokens: int,
+    device: torch.device,
+) -> FlashFacts:
+    """Find out what torch's flash attention can compute of a model, by trying it with heads of each shape.
+
+    Args:
+        model: may have shapes alone, and no memory.
+        cache_dtype, block_size: of the pages.
+        max_tokens: of a step.
+        device: where it is tried.
+    """
+    attentions, fewest = _own_attentions(model), attention_flash.FEWEST
+    if not isinstance(backend, TritonAttention):
+        return FlashFacts(of=len(attentions), why=f"attention is computed by the {backend.name} backend")
+    if not attentions:
+        return FlashFacts(why="no layer has keys and values of its own in pages")
+    refusals: list[str] = []
+    tried: dict[HeadShape, str] = {}
+    for one in attentions:
+        problem = _obstacle(model, one, cache_dtype)
+        if not problem:
+            shape = HeadShape(one.part.heads, one.part.kv_heads, one.part.head_dim, model.dtype)
+            if shape not in tried:
+                tried[shape] = find_difference(shape, one.part.scale, block_size, device)
+            problem = tried[shape]
+        refusals += [problem] if problem else []
+    too_short = f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
+    return FlashFacts(
+        shapes=frozenset(shape for shape, problem in tried.items() if not problem),
+        layers=len(attentions) - len(refusals),
+        of=len(attentions),
+        why="; ".join(dict.fromkeys(refusals)),
+        wrong=any(tried.values()),
+        too_short=too_short if max_tokens < fewest else "",
     )
 
 
