@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,10 @@ class Run:
     def _kernels(self) -> None:
         from gpu_parts import kernels
 
-        checks = self.parts["kernels"] = kernels.check_all(self.device, self.options.checks)
+        checks = self.parts["kernels"] = []
+        for found in kernels.check_all(self.device, self.options.checks):
+            checks.append(found)
+            self.write()
         wrong = [check["kernel"] for check in checks if check["passed"] is False]
         if wrong:
             raise RuntimeError(f"wrong: {', '.join(wrong)}")
@@ -109,7 +112,7 @@ class Run:
     def _model(self, model: str) -> None:
         """All parts that need an engine of one model; the peer's model comes when that engine is gone."""
         import torch
-        from gpu_parts import peer, shapes
+        from gpu_parts import shapes
 
         config = shapes.config_of(model, tiny=self.options.tiny)
         ours = self._with_engine(model, config)
@@ -117,7 +120,7 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if ours:
-            self._measure("peer", model, lambda: peer.compare(config, self.device, self.sizes, ours))
+            self._attempt("peer", f"peer {model}", lambda: self._peer(model, config, ours))
 
     def _with_engine(self, model: str, config: dict[str, Any]) -> dict[str, float]:
         """Octavo's parts; its figures of the work that the peer will have."""
@@ -130,11 +133,14 @@ class Run:
         if self.device.type == "cuda":
             sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
         settings = {"quantization": kind, "flash_prefill": self.options.flash_prefill}
+        began = time.perf_counter()
         with shapes.random_engine(config, self.options.device, sizes, **settings) as engine:
+            decode.answer_all(engine, [shapes.prompt(0, 8, engine.info.vocab_size)], 1)
+            self.parts.setdefault("start", {})[model] = {"seconds": round(time.perf_counter() - began, 2)}
             self.engines[model] = shapes.facts(engine)
             if problems := shapes.fallen_back(engine):
                 self.failures[f"engine {model}"] = "; ".join(problems)
-            acts: dict[str, Callable[[], Any]] = {
+            acts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
                 "decode": lambda: decode.decode(engine, work, rates, sizes),
                 "gap": lambda: decode.gap(engine, sizes),
                 "mixed": lambda: mixed.mixed(engine, work, rates, sizes),
@@ -143,14 +149,31 @@ class Run:
             }
             for part, act in acts.items():
                 if part in self.options.parts:
-                    self._measure(part, model, act)
+                    self._attempt(part, f"{part} {model}", lambda part=part, act=act: self._rows(part, model, act()))
             if "peer" in self.options.parts:
                 self._attempt("peer", f"peer {model}, octavo", lambda: ours.update(peer.octavo(engine, sizes)))
         return ours
 
-    def _measure(self, part: str, model: str, act: Callable[[], Any]) -> None:
-        """Do something with a model, and keep what was found."""
-        self._attempt(part, f"{part} {model}", lambda: self.parts.setdefault(part, {}).update({model: act()}))
+    def _rows(self, part: str, model: str, found: Iterator[dict[str, Any]]) -> None:
+        """Keep the rows of a part as they appear: whatever ends the process, what came before it is there.
+
+        Raises:
+            RuntimeError: steps that can be CUDA graphs were not.
+        """
+        from gpu_parts import shapes
+
+        rows = self.parts.setdefault(part, {}).setdefault(model, [])
+        for row in found:
+            rows.append(row)
+            rows.sort(key=lambda one: one.get("rows", one.get("tokens")))
+            self.write()
+        if self.device.type == "cuda" and (problem := shapes.ran_eagerly(rows)):
+            raise RuntimeError(problem)
+
+    def _peer(self, model: str, config: dict[str, Any], ours: dict[str, float]) -> None:
+        from gpu_parts import peer
+
+        self.parts.setdefault("peer", {})[model] = peer.compare(config, self.device, self.sizes, ours)
 
     def _attempt(self, part: str, label: str, act: Callable[[], None]) -> None:
         """Do something within the time that a part may take."""
@@ -232,7 +255,11 @@ def in_processes(options: argparse.Namespace) -> dict[str, Any]:
         command += ["--batches", *map(str, options.batches)]
     with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as folder:
         found = jobs.run_all(
-            planned(options), command, Path(folder), lambda whole: write(judged(whole, options), options)
+            planned(options),
+            command,
+            Path(folder),
+            lambda whole: write(judged(whole, options), options),
+            within=options.within,
         )
     return judged(found, options)
 
@@ -250,7 +277,8 @@ def tell_plan(options: argparse.Namespace) -> None:
 
     sizes = sizes_of(options)
     for job in planned(options):
-        print(f"{job.label:28s} {job.limit:5.0f} s at most")
+        print(f"{job.label:28s} {min(job.limit, options.within):5.0f} s at most")
+    print(f"{'all together':28s} {options.within:5.0f} s at most")
     for model in options.models:
         work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny), options.quantization)
         pages = [f"{rows} rows {work.kv_bytes * sizes.tokens(rows) / 1e9:.1f} GB" for rows in sizes.batches]
@@ -334,6 +362,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rates", nargs=2, type=float, help=argparse.SUPPRESS)  # measured by the process before
     parser.add_argument("--part-timeout", type=float, default=240.0, help="seconds of each part (default: 240)")
+    parser.add_argument(
+        "--within", type=float, default=540.0, help="seconds of all parts together (default: 540), if in processes"
+    )
     parser.add_argument("--goals", action="store_true", help="print the goals and how near they are")
     parser.add_argument(
         "--output",

@@ -25,6 +25,7 @@ from engine.model.kernels import OVERLAPPING
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import gpu  # noqa: E402
 from gpu_parts import check, decode, floors, gaps, jobs, kernels, report, sampling, shapes  # noqa: E402
 from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
 from gpu_parts.gaps import Interval  # noqa: E402
@@ -180,11 +181,12 @@ def test_goals_are_judged_by_their_direction_and_missing_ones_are_open() -> None
         "mixed": {LLAMA: [{"times_floor": 1.2}], QWEN: [{"times_floor": 1.4}]},
         "sampler": {"mixtures": [{"device_ms": 0.1}, {"device_ms": 0.6}]},
         "peer": {QWEN: {"ratio": 6.0}, LLAMA: {"skipped": "no such thing"}},
+        "start": {QWEN: {"seconds": 90.0}, LLAMA: {"seconds": 19.0}},
     }
     rows = floors.judge(floors.goals(shapes.Sizes()), parts)
-    assert [row["met"] for row in rows] == [True, False, None, True, None, False, True, None, False, None, True]
+    assert [row["met"] for row in rows] == [True, False, None, True, None, False, True, None, False, None, True, True]
     assert [row["measured"] for row in rows][:6] == [80.0, 74.9, None, 0.9, None, 31.0]
-    assert [row["goal"] for row in rows] == [75, 75, 75, 1.0, 70, 30, 0.6, 55, 1.3, 85, 5]
+    assert [row["goal"] for row in rows] == [75, 75, 75, 1.0, 70, 30, 0.6, 55, 1.3, 85, 5, 20]
     text = report.table(rows)
     assert "Llama-3.1-8B, batch 32: of the floor" in text
     assert "NO" in text
@@ -285,7 +287,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert result["machine"]["torch"] == torch.__version__
     assert result["machine"]["commit"] == report.machine(torch.device("cpu"))["commit"]
     parts = result["parts"]
-    assert set(parts) == {"kernels", "decode", "gap", "sampler", "mixed", "prefill", "beams", "peer"}
+    assert set(parts) == {"kernels", "decode", "gap", "sampler", "mixed", "prefill", "beams", "peer", "start"}
     for model in (QWEN, LLAMA):
         assert [row["rows"] for row in parts["decode"][model]] == list(shapes.TINY.batches)
         assert all(row["step_ms"] > 0 and row["percent_of_floor"] > 0 for row in parts["decode"][model])
@@ -297,6 +299,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert [(row["rows"], row["chunk"]) for row in parts["mixed"][model]] == [(3, 16)]
         assert all(row["times_floor"] > 0 and row["launch_ms"] > 0 for row in parts["mixed"][model])
         assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
+        assert parts["start"][model]["seconds"] > 0
         peer = parts["peer"][model]
         # It may want a GPU that is there; and on a CPU transformers 5.17 finds no memory without psutil.
         if not torch.cuda.is_available() and "available memory 0" not in peer.get("skipped", ""):
@@ -332,7 +335,7 @@ def test_each_part_has_a_process_and_what_came_is_merged(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(output.read_text())
     assert result["failures"] == {}
-    assert set(result["parts"]) == {"kernels", "sampler", "decode"}
+    assert set(result["parts"]) == {"kernels", "sampler", "decode", "start"}
     assert [row["rows"] for row in result["parts"]["decode"][QWEN]] == [2]
     assert set(result["seconds"]) == {"kernels", "sampler", f"engine {QWEN}", f"decode {QWEN}"}
     assert result["machine"]["torch"] == torch.__version__
@@ -346,6 +349,7 @@ def test_what_would_be_done_is_told_without_a_gpu() -> None:
     assert re.search(r"^kernels attention +160 s at most$", done.stdout, re.MULTILINE)
     assert re.search(r"^beams Llama-3.1-8B +320 s at most$", done.stdout, re.MULTILINE)
     assert f"{LLAMA}: weights 15.0 GB; pages of 1 rows" in done.stdout
+    assert re.search(r"^all together +540 s at most$", done.stdout, re.MULTILINE)
     assert QWEN not in done.stdout
 
 
@@ -372,6 +376,47 @@ def test_a_process_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     assert [one["kernel"] for one in whole["parts"]["kernels"]] == ["good", "spoils", "hangs", "last"]
     assert whole["machine"] == {"gpu": "good"}
     assert len(kept) == len(names)
+
+
+def test_the_whole_run_has_an_end(tmp_path: Path) -> None:
+    """What took too long is killed, with what it had, and the rest is not begun: both are failures."""
+    made = [jobs.Job(name, ("--parts", name), 60.0) for name in ("good", "hangs", "never")]
+    command = [sys.executable, "-c", CRASHES]
+    whole = jobs.run_all(made, command, tmp_path, lambda _: None, within=3.0)
+    assert [one["kernel"] for one in whole["parts"]["kernels"]] == ["good", "hangs"]
+    assert list(whole["failures"]) == ["hangs", "never"]
+    assert re.fullmatch(r"killed after [123] s", whole["failures"]["hangs"])
+    assert whole["failures"]["never"] == "not begun: the 3 s of all parts are over"
+
+
+def test_what_says_most_comes_first() -> None:
+    labels = [job.label for job in jobs.plan(gpu.PARTS, gpu.MODELS, gpu.CHECKS, gpu._OF_AN_ENGINE, 60.0)]
+    assert labels[: len(gpu.CHECKS)] == [f"kernels {name}" for name in gpu.CHECKS]
+    assert labels[len(gpu.CHECKS) :][:5] == [
+        "sampler",
+        *(f"{part} {model}" for part in ("decode", "gap") for model in (QWEN, LLAMA)),
+    ]
+
+
+def test_rows_are_kept_as_they_appear() -> None:
+    """Largest first; and a part whose steps were no CUDA graphs, though they can be, has failed."""
+    kept: list[str] = []
+
+    def found(broken: bool = False) -> Iterator[dict[str, Any]]:
+        yield {"rows": 256, "steps": 48, "steps_as_graphs": 48}
+        yield {"rows": 8, "steps": 48, "steps_as_graphs": 48 - broken}
+        if not broken:
+            raise ValueError("an illegal access")
+
+    run: Any = SimpleNamespace(parts={}, device=torch.device("cuda"))
+    run.write = lambda: kept.append(str(run.parts))
+    with pytest.raises(ValueError, match="illegal"):
+        gpu.Run._rows(run, "decode", QWEN, found())
+    assert [row["rows"] for row in run.parts["decode"][QWEN]] == [8, 256]
+    assert len(kept) == 2
+    with pytest.raises(RuntimeError, match="only 47 of 48 steps of 8 rows ran as CUDA graphs"):
+        gpu.Run._rows(run, "decode", LLAMA, found(broken=True))
+    assert shapes.ran_eagerly([{"rows": 8, "steps": 9}, {"tokens": 2048}]) == ""
 
 
 def test_rows_that_do_not_fit_are_left_out() -> None:
@@ -447,8 +492,6 @@ def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.Capt
 def test_a_wrong_kernel_is_named_and_the_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import gpu
-
     found = [{"kernel": "norms", "passed": True}, {"kernel": "gates", "passed": False}, {"kernel": "x", "passed": None}]
     monkeypatch.setattr(kernels, "check_all", lambda *_: found)
     output = tmp_path / "gpu.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,20 @@ def test_unknown_gpus_are_refused(tmp_path: Path) -> None:
     done = filled(tmp_path, "--models", "Qwen3-0.6B", "--capabilities", "75")
     assert done.returncode == 1
     assert "kernels are compiled for 80, 86, 89, 90, 100, 120, not for 75" in done.stderr
+
+
+def test_what_a_step_takes_the_host_is_timed_without_a_gpu(tmp_path: Path) -> None:
+    """Steps with a prompt and without are graphs, which start nothing; too slow a step is told by the status."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(shapes.config_of("Llama-3.1-8B", tiny=True) | {"dtype": "bfloat16"}))
+    few = ["--config", str(config), "--rows", "3", "--chunk", "16", "--steps", "6"]
+    command = [sys.executable, str(BENCHMARKS / "gpu_host.py"), *few]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([*command, "--most", "1000"], env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.search(r"(\S+) ms for a step of 3 rows and 16 tokens of a prompt, (\S+) ms for one", done.stdout)
+    assert found is not None, done.stdout
+    assert min(map(float, found.groups())) > 0
+    done = subprocess.run([*command, "--most", "0.001"], env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 1
+    assert "more than 0.001 ms" in done.stderr

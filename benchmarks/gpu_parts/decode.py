@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine import Engine, SamplingParams
@@ -92,7 +92,7 @@ class Rows:
         return statistics.fmean(lengths)
 
 
-def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[str, Any]]:
+def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """A row for each batch size: a step's time, and how near it is to the floor.
 
     Largest first: the prompts of the others are then in the prefix cache. Each row still has pages of its own.
@@ -100,11 +100,10 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
     for name, found in ways_of_one_row(engine).items():
         told = ", ".join(f"{milliseconds:.3f} ms with {way}" for way, milliseconds in found["ms"].items())
         print(f"  one row's {name}: {told}; kept: {found['kept']}", flush=True)
-    results = []
     for rows in sorted(sizes.batches, reverse=True):
-        results.append(_decoding(engine, rows, work, rates, sizes))
-        print(line_of(results[-1]), flush=True)
-    return results[::-1]
+        row = _decoding(engine, rows, work, rates, sizes)
+        print(line_of(row), flush=True)
+        yield row
 
 
 def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes) -> dict[str, Any]:
@@ -158,9 +157,8 @@ def decoding_rows(engine: Engine, rows: int, sizes: Sizes, *, steps: int | None 
     return Rows(engine, rows, length=length, answer=2 * prefill + sizes.warm + steps + 16, beams=beams)
 
 
-def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
+def gap(engine: Engine, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """How long the device is idle between two steps, by a profile, and in a step, by that and the clock."""
-    results = []
     device = engine.runner.model.device
     for rows in sizes.gap_batches:
         events: list[dict[str, Any]] = []
@@ -173,33 +171,29 @@ def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
         steps = gaps.steps_of(events, device.type)[2:-1]
         between = gaps.gaps([step.kernels for step in steps])
         busy = statistics.median(gaps.length(step.busy) for step in steps)
-        results.append(
-            {
-                "rows": rows,
-                "gap_us": statistics.median(between),
-                "largest_gap_us": max(between),
-                "steps": len(steps),
-                "kernels_a_step": statistics.median(len(step.kernels) for step in steps),
-                "busy_us": busy,
-                "step_us": 1e6 * plain,
-                "step_us_profiled": 1e6 * slowed,
-                "idle_us_a_step": max(0.0, 1e6 * plain - busy),
-                "steps_profiled": sizes.gap_steps,
-                "busiest": gaps.by_name(events, device.type),
-            }
-        )
-        row = results[-1]
+        row = {
+            "rows": rows,
+            "gap_us": statistics.median(between),
+            "largest_gap_us": max(between),
+            "steps": len(steps),
+            "kernels_a_step": statistics.median(len(step.kernels) for step in steps),
+            "busy_us": busy,
+            "step_us": 1e6 * plain,
+            "step_us_profiled": 1e6 * slowed,
+            "idle_us_a_step": max(0.0, 1e6 * plain - busy),
+            "steps_profiled": sizes.gap_steps,
+            "busiest": gaps.by_name(events, device.type),
+        }
         print(
             f"  {rows:4d} rows: {row['gap_us']:.1f} us between steps (largest {row['largest_gap_us']:.1f}); a step of "
             f"{row['step_us']:.0f} us has {row['kernels_a_step']:.0f} kernels, and the device works for {busy:.0f} us",
             flush=True,
         )
-    return results
+        yield row
 
 
-def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[str, Any]]:
+def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """A row for each length of a prompt, which runs alone and has an answer of one token."""
-    results = []
     device = engine.runner.model.device
     for length in sizes.prompts:
         times = [_prompt(engine, length, number) for number in range(sizes.rounds + 1)][1:]
@@ -208,27 +202,24 @@ def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict
         with gaps.profiled(device, events):
             _prompt(engine, length, -1)
         products, attention = work.prefill_flops(length)
-        results.append(
-            {
-                "tokens": length,
-                "chunk": sizes.chunk,
-                "seconds": seconds,
-                "tokens_per_second": length / seconds,
-                "flops_per_second": products / seconds,
-                "flops_per_byte": products / work.weight_bytes / math.ceil(length / sizes.chunk),
-                "percent_of_peak": 100 * products / seconds / rates.products,
-                "percent_of_peak_with_attention": 100 * (products + attention) / seconds / rates.products,
-                "busiest": gaps.by_name(events, device.type),
-            }
-        )
-        row = results[-1]
+        row = {
+            "tokens": length,
+            "chunk": sizes.chunk,
+            "seconds": seconds,
+            "tokens_per_second": length / seconds,
+            "flops_per_second": products / seconds,
+            "flops_per_byte": products / work.weight_bytes / math.ceil(length / sizes.chunk),
+            "percent_of_peak": 100 * products / seconds / rates.products,
+            "percent_of_peak_with_attention": 100 * (products + attention) / seconds / rates.products,
+            "busiest": gaps.by_name(events, device.type),
+        }
         print(
             f"  {length:6d} tokens: {1e3 * seconds:8.1f} ms, {row['tokens_per_second']:9.0f} tokens/s, "
             f"{row['flops_per_second'] / 1e12:.1f} TFLOP/s in matrices: {row['percent_of_peak']:.0f}% of the peak "
             f"({row['percent_of_peak_with_attention']:.0f}% with attention)",
             flush=True,
         )
-    return results
+        yield row
 
 
 def _prompt(engine: Engine, length: int, number: int) -> float:
@@ -248,9 +239,8 @@ def _prompt(engine: Engine, length: int, number: int) -> float:
     return seconds
 
 
-def beams(engine: Engine, sizes: Sizes, width: int = 4) -> list[dict[str, Any]]:
+def beams(engine: Engine, sizes: Sizes, width: int = 4) -> Iterator[dict[str, Any]]:
     """Steps of beams beside greedy steps of as many rows."""
-    results = []
     for rows in sizes.beam_rows:
         medians = []
         for wide in (1, width):
@@ -258,21 +248,18 @@ def beams(engine: Engine, sizes: Sizes, width: int = 4) -> list[dict[str, Any]]:
                 ready.run(sizes.warm)
                 medians.append(pace(ready.run(sizes.steps)))
         greedy, searching = medians
-        results.append(
-            {
-                "rows": rows,
-                "beams": width,
-                "greedy_ms": 1e3 * greedy,
-                "beams_ms": 1e3 * searching,
-                "percent_of_greedy": 100 * greedy / searching,
-            }
-        )
         print(
             f"  {rows:4d} rows: greedy {1e3 * greedy:.3f} ms a step, {width} beams {1e3 * searching:.3f} ms: "
             f"{100 * greedy / searching:.0f}%",
             flush=True,
         )
-    return results
+        yield {
+            "rows": rows,
+            "beams": width,
+            "greedy_ms": 1e3 * greedy,
+            "beams_ms": 1e3 * searching,
+            "percent_of_greedy": 100 * greedy / searching,
+        }
 
 
 def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:

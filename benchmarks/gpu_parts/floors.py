@@ -96,6 +96,10 @@ def _beams(parts: Mapping[str, Any]) -> float:
     return min(float(row["percent_of_greedy"]) for rows in parts["beams"].values() for row in rows)
 
 
+def _start(parts: Mapping[str, Any]) -> float:
+    return float(parts["start"][LLAMA]["seconds"])
+
+
 def _peer(parts: Mapping[str, Any]) -> float:
     return min(float(row["ratio"]) for row in parts["peer"].values() if "ratio" in row)
 
@@ -116,6 +120,7 @@ def goals(sizes: Any) -> list[Goal]:
         Goal(f"{sizes.mixed_chunk} tokens of a prompt beside rows: times the floor", _mixed, 1.3, "x", at_most=True),
         Goal("4 beams: of greedy, at equal rows", _beams, 85.0, "%"),
         Goal(f"times transformers' continuous batching, batch {sizes.peer_rows}", _peer, 5.0, "x"),
+        Goal(f"{LLAMA}, start of the engine to its first token", _start, 20.0, "s", at_most=True),
     ]
     return made
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,8 @@ class Job:
 def plan(
     parts: Sequence[str], models: Sequence[str], checks: Sequence[str], of_an_engine: Sequence[str], limit: float
 ) -> list[Job]:
-    """The processes of these parts: one for each family of checks, and one for each part of each model.
+    """The processes of these parts: one for each family of checks, and one for each part of each model; what says most
+    first.
 
     Args:
         of_an_engine: the parts that need one.
@@ -41,24 +44,24 @@ def plan(
         made += [Job(f"kernels {name}", ("--parts", "kernels", "--checks", name), limit) for name in checks]
     if "sampler" in parts:
         made.append(Job("sampler", ("--parts", "sampler"), limit))
-    for model in models:
-        for part in of_an_engine:
-            if part in parts:  # as long again to load the model
-                made.append(Job(f"{part} {model}", ("--parts", part, "--models", model), 2 * limit))
+    for part in of_an_engine:
+        if part in parts:  # as long again to load the model
+            made += [Job(f"{part} {model}", ("--parts", part, "--models", model), 2 * limit) for model in models]
     return made
 
 
-def run(job: Job, command: Sequence[str], output: Path) -> tuple[dict[str, Any], str | None]:
+def run(job: Job, limit: float, command: Sequence[str], output: Path) -> tuple[dict[str, Any], str | None]:
     """Run a process, whose output goes on to ours; what it kept, and how it ended if that was not by itself.
 
     Args:
+        limit: seconds after which it is killed.
         command: the benchmark, to which the job's arguments and --output are added.
         output: where it keeps its result.
     """
     ending = None
     process = subprocess.Popen([*command, *job.arguments, "--output", str(output)])
     try:
-        status = process.wait(job.limit)
+        status = process.wait(limit)
         if status < 0:
             ending = f"ended by {signal.Signals(-status).name}"
         elif status not in (0, 1):
@@ -66,7 +69,7 @@ def run(job: Job, command: Sequence[str], output: Path) -> tuple[dict[str, Any],
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        ending = f"killed after {job.limit:.0f} s"
+        ending = f"killed after {limit:.0f} s"
     found = json.loads(output.read_text()) if output.exists() else {}
     if not found and ending is None:
         ending = f"ended with the status {status} before it had anything"
@@ -88,14 +91,27 @@ def merge(whole: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def run_all(
-    jobs: Sequence[Job], command: Sequence[str], folder: Path, keep: Callable[[dict[str, Any]], None]
+    jobs: Sequence[Job],
+    command: Sequence[str],
+    folder: Path,
+    keep: Callable[[dict[str, Any]], None],
+    within: float = math.inf,
 ) -> dict[str, Any]:
-    """The merged result of all jobs, each after the other; `keep` is given it after each."""
+    """The merged result of all jobs, each after the other; `keep` is given it after each.
+
+    Args:
+        within: seconds of all together; what has not ended by then is killed, and the rest is not begun.
+    """
+    end = time.monotonic() + within
     whole: dict[str, Any] = {"machine": {}, "rates": {}, "engines": {}, "parts": {}, "seconds": {}, "failures": {}}
     for number, job in enumerate(jobs):
         rates = whole["rates"]
         known = ["--rates", *map(str, (rates["bandwidth"], rates["products"]))] if rates else []
-        found, ending = run(job, [*command, *known], folder / f"{number}.json")
+        limit, found = min(job.limit, end - time.monotonic()), {}
+        if limit > 0:
+            found, ending = run(job, limit, [*command, *known], folder / f"{number}.json")
+        else:
+            ending = f"not begun: the {within:.0f} s of all parts are over"
         merge(whole, found)
         if ending is not None:
             whole["failures"][job.label] = ending

@@ -56,8 +56,8 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def check_all(device: torch.device, families: Sequence[str]) -> list[dict[str, Any]]:
-    """What came of all checks of these families.
+def check_all(device: torch.device, families: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What came of each check of these families.
 
     Raises:
         RuntimeError: Triton is not there.
@@ -66,11 +66,10 @@ def check_all(device: torch.device, families: Sequence[str]) -> list[dict[str, A
         raise RuntimeError("Triton is not installed: pip install triton")
     full = device.type == "cuda"
     setting = Setting(device, torch.bfloat16 if full else torch.float16, full)
-    made = []
     for check in _checks(families):
         with contextlib.nullcontext() if full or check.served else gpu.interpreted():
-            made.append(run(check, setting))
-    return made
+            found = run(check, setting)
+        yield found
 
 
 def _checks(families: Sequence[str]) -> Iterator[Check]:

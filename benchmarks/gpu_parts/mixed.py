@@ -15,40 +15,36 @@ from gpu_parts.shapes import Sizes, Work, prompt
 from gpu_parts.timing import synchronize
 
 
-def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[str, Any]]:
+def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """A row for each number of rows that decode beside a chunk of a prompt: a step's time, what of it the host takes to
     launch, and how near it is to the floor of its work."""
-    results = []
     for rows in sizes.mixed_rows:
         with decoding_rows(engine, rows, sizes, steps=2 * (sizes.steps + sizes.warm)) as ready:
             plain = pace(ready.run(sizes.steps))
             before, launches, replayed = ready.context, [], _replayed(engine)
-            with _timed_launches(engine.runner, launches):
-                times = _beside_prompts(engine, ready, sizes)
+            with timed_launches(engine.runner, launches):
+                times = beside_prompts(engine, ready, sizes)
             context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
         seconds, floor = pace(times), mixed_floor_seconds(work, rates, rows, context, sizes.mixed_chunk)
-        results.append(
-            {
-                "rows": rows,
-                "context": round(context),
-                "chunk": sizes.mixed_chunk,
-                "steps": len(times),
-                "steps_as_graphs": replayed,  # those before the timed ones, too
-                "step_ms": 1e3 * seconds,
-                "decode_ms": 1e3 * plain,
-                "launch_ms": 1e3 * statistics.median(launches),
-                "floor_ms": 1e3 * floor,
-                "times_floor": seconds / floor,
-            }
-        )
-        row = results[-1]
+        row = {
+            "rows": rows,
+            "context": round(context),
+            "chunk": sizes.mixed_chunk,
+            "steps": len(times),
+            "steps_as_graphs": replayed,  # those before the timed ones, too
+            "step_ms": 1e3 * seconds,
+            "decode_ms": 1e3 * plain,
+            "launch_ms": 1e3 * statistics.median(launches),
+            "floor_ms": 1e3 * floor,
+            "times_floor": seconds / floor,
+        }
         print(
             f"  {rows:4d} rows and {sizes.mixed_chunk} tokens of a prompt: {row['step_ms']:.3f} ms a step, of which "
             f"the host launches for {row['launch_ms']:.3f} ms; without the prompt {row['decode_ms']:.3f}; floor "
             f"{row['floor_ms']:.3f} ms: {row['times_floor']:.2f} times that",
             flush=True,
         )
-    return results
+        yield row
 
 
 def _replayed(engine: Engine) -> int:
@@ -57,7 +53,7 @@ def _replayed(engine: Engine) -> int:
     return 0 if graphs is None else graphs.num_replayed
 
 
-def _beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
+def beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
     """Seconds of each of some steps, each of which has a new prompt of one chunk beside the rows.
 
     Raises:
@@ -87,7 +83,7 @@ def _beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
 
 
 @contextmanager
-def _timed_launches(runner: Any, seconds: list[float]) -> Iterator[None]:
+def timed_launches(runner: Any, seconds: list[float]) -> Iterator[None]:
     """Collect what each launch of a step takes the host."""
     plain = runner.launch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -333,6 +333,13 @@ def fallen_back(engine: Engine) -> list[str]:
             if OVERLAPPING.name not in way["ms"]:
                 problems.append(f"{name} of one row cannot be computed by {OVERLAPPING.name}")
     return problems
+
+
+def ran_eagerly(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which timed steps were no CUDA graphs, though they count those that were; "" if all were."""
+    wrong = [row for row in rows if row.get("steps_as_graphs", row.get("steps", 0)) < row.get("steps", 0)]
+    told = (f"{row['steps_as_graphs']} of {row['steps']} steps of {row['rows']} rows" for row in wrong)
+    return f"only {', '.join(told)} ran as CUDA graphs" if wrong else ""
 
 
 def ways_of_one_row(engine: Engine) -> dict[str, dict[str, Any]]:
