@@ -429,20 +429,23 @@ def test_rows_that_do_not_fit_are_left_out() -> None:
 
 
 def test_what_is_not_as_it_is_meant_is_named() -> None:
-    def found(attention: str, ways: dict[str, Any] | None) -> list[str]:
+    def found(attention: str, ways: dict[str, Any] | None, flash: bool = False) -> list[str]:
         graphs = ways and SimpleNamespace(one_row=SimpleNamespace(timed=ways, kept=dict.fromkeys(ways, "x")))
-        module = SimpleNamespace(backend=SimpleNamespace(name=attention))
+        module = SimpleNamespace(backend=SimpleNamespace(name=attention, flash=None))
         model = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [module])
         names = (
             "dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager", "flash_prefill",
         )  # fmt: skip
-        some: Any = SimpleNamespace(**dict.fromkeys(names))
+        some: Any = SimpleNamespace(**dict.fromkeys(names) | {"flash_prefill": flash})
         runner = SimpleNamespace(model=model, graphs=graphs, prompt_graphs=graphs)
         engine: Any = SimpleNamespace(runner=runner, info=some, config=some)
         return shapes.fallen_back(engine)
 
     with mock.patch.object(overlap, "can_overlap", return_value=True):
         assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}) == []
+        assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}, flash=True) == [
+            "torch's flash attention was asked for, and is not used"
+        ]
         assert "attention is torch, not triton" in found("torch", {"layers": {OVERLAPPING.name: 1.0}})
         assert found("triton", None) == [
             f"{steps} were not recorded as CUDA graphs" for steps in ("steps with prompts", "decoding steps")

@@ -302,16 +302,19 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
 
 def facts(engine: Engine) -> dict[str, Any]:
     """How an engine computes."""
-    modules = engine.runner.model.modules()
-    backend: Any = next(module.backend for module in modules if hasattr(module, "backend"))
     return {
-        "attention": backend.name,
+        "attention": _backend(engine).name,
         "graphs": engine.runner.graphs is not None,
         "prompt_graphs": engine.runner.prompt_graphs is not None,
         "one_row": ways_of_one_row(engine),
         **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
         **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager", "flash_prefill")},
     }
+
+
+def _backend(engine: Engine) -> Any:
+    """What computes attention."""
+    return next(module.backend for module in engine.runner.model.modules() if hasattr(module, "backend"))
 
 
 def fallen_back(engine: Engine) -> list[str]:
@@ -324,6 +327,8 @@ def fallen_back(engine: Engine) -> list[str]:
     problems = []
     if found["attention"] != "triton":
         problems.append(f"attention is {found['attention']}, not triton")
+    if found["flash_prefill"] and _backend(engine).flash is None:
+        problems.append("torch's flash attention was asked for, and is not used")
     if not found["prompt_graphs"]:
         problems.append("steps with prompts were not recorded as CUDA graphs")
     if not found["graphs"]:

@@ -9,8 +9,11 @@ read the same number of keys, and the step's attention takes as long as the one 
 follows from batch and context together: all keys of all rows and heads, laid end to end, are cut into as many shares as
 there are programs. So there is one wave, however many rows there are and however long they are. Whole rows for each
 program would take two waves of 34 rows and 8 heads on 264 programs, 272 of them; rows of 16,000 tokens among short ones
-would be waited for. A program pays for each row and head that it begins, an estimated 2 microseconds of waiting for
-addresses, as long as 64 keys of 128 features take it, and for writing and merging what is spread over several.
+would be waited for.
+
+A program pays for each row and head that it begins, an estimated 2 microseconds of waiting for addresses, as long as 64
+keys of 128 features take it, and for writing and merging what is spread over several: an eighth of a split row's bytes.
+So where all rows are alike, shares are whole heads if that makes them longer by no more than an eighth.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def plan_decode(
     KV_HEADS: tl.constexpr, MOST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Cut the work of all rows of few queries, of CHUNK keys each, into equal shares; a program for each row.
+    """Cut the work of all rows of few queries, counted in CHUNK keys, into equal shares; a program for each row.
 
     Rows follow each other, in a row its heads, in a head its chunks. A chunk belongs to the share in which it begins.
     How rows are cut changes no result: chunks are merged in their order, by the same operations, wherever they were
@@ -81,15 +84,20 @@ def plan_decode(
         HEADS: a power of two, at least KV_HEADS.
     """
     row = tl.program_id(0)
-    every, earlier, number = 0, 0, 0
+    every, earlier, number, many, longest = 0, 0, 0, 0, 1
     for start in range(0, rows, _ROWS):
         them = start + tl.arange(0, _ROWS)
         work = _work_of(query_start, context, them, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
         every += tl.sum(work)
         earlier += tl.sum(tl.where(them < row, work, 0))
         number += tl.sum(((them < row) & (work > 0)).to(tl.int32))
+        many += tl.sum((work > 0).to(tl.int32))
+        longest = tl.maximum(longest, tl.max(work, 0))
+    alike = every == many * longest
     every, earlier = every * KV_HEADS, earlier * KV_HEADS
     size = tl.maximum((every + workers - 1) // workers, 1)
+    whole = (size + longest - 1) // longest * longest
+    size = tl.where(alike & (8 * (whole - size) <= size), whole, size)
     own = _work_of(query_start, context, row, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
     if own > 0:
         tl.store(row_of + number, row)
