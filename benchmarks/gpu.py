@@ -132,6 +132,8 @@ class Run:
         ours: dict[str, float] = {}
         if self.device.type == "cuda":
             sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
+            if lacking := sorted(set(self.sizes.batches) - set(sizes.batches)):
+                print(f"  no memory for pages of {', '.join(map(str, lacking))} rows: left out", flush=True)
         settings = {"quantization": kind, "flash_prefill": self.options.flash_prefill}
         began = time.perf_counter()
         with shapes.random_engine(config, self.options.device, sizes, **settings) as engine:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -325,6 +327,30 @@ def test_full_sizes_are_for_gpus_and_a_failing_part_is_named(tmp_path: Path) -> 
         done = subprocess.run(command[:-1], capture_output=True, text=True, timeout=540)
         assert done.returncode == 2
         assert "sees no GPU" in done.stderr
+
+
+def test_no_handler_of_what_a_part_can_do_without_takes_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that goes on all the same is told again."""
+    assert not issubclass(gpu.PartTimeoutError, Exception)
+    told: list[float] = []
+
+    def act() -> None:
+        for _ in range(3):
+            try:
+                time.sleep(20)
+            except gpu.PartTimeoutError:
+                told.append(time.monotonic())
+        raise gpu.PartTimeoutError("late")
+
+    monkeypatch.setattr(gpu, "_AGAIN", 0.05)
+    run: Any = SimpleNamespace(options=SimpleNamespace(part_timeout=0.05), failures={}, seconds={}, write=lambda: None)
+    before = signal.signal(signal.SIGALRM, gpu._late)
+    try:
+        gpu.Run._attempt(run, "decode", "decode X", act)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(told) == 3
+    assert run.failures == {"decode X": "PartTimeoutError: late"}
 
 
 def test_each_part_has_a_process_and_what_came_is_merged(tmp_path: Path) -> None:
