@@ -163,6 +163,8 @@ def check_device(config: EngineConfig) -> Iterator[Finding]:
     elif device.startswith("cuda"):
         gpu = inspect_gpu(config)
         yield Finding("device", "ok", gpu.chosen)
+        why, fix = gpu.no_kernels
+        yield Finding("kernels", "warn", f"none: {why}", fix) if why else Finding("kernels", "ok", "Triton's")
         yield from (Finding("gpu", "warn", *warning) for warning in gpu.warnings)
     else:
         yield Finding("device", "ok", device)

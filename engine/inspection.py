@@ -154,7 +154,8 @@ def inspect_gpu(config: EngineConfig) -> GpuFacts:
     Raises:
         ConfigError: it is not there.
     """
-    return look_at(choose_device(config.device), config.gpu_memory_utilization)
+    device = choose_device(config.device)
+    return replace(look_at(device, config.gpu_memory_utilization), no_kernels=gpu.obstacle(device.index))
 
 
 def inspect_model(config: EngineConfig) -> ModelFacts:

@@ -197,9 +197,19 @@ def test_a_gpu_of_several_that_others_use(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine, "inspect_device", lambda config: "cuda", raising=False)
     seen = engine.GpuFacts(chosen="cuda:0 (L4), one of 2", warnings=(("Others have it", "End them."),))
     monkeypatch.setattr(engine, "inspect_gpu", lambda config: seen, raising=False)
-    device, gpu = doctor.check_device(EngineConfig(model="m"))
+    device, kernels, gpu = doctor.check_device(EngineConfig(model="m"))
     assert (device.verdict, device.found) == ("ok", "cuda:0 (L4), one of 2")
+    assert (kernels.check, kernels.verdict, kernels.found) == ("kernels", "ok", "Triton's")
     assert (gpu.check, warned(gpu)) == ("gpu", "Others have it -> End them.")
+
+
+def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "inspect_device", lambda config: "cuda", raising=False)
+    seen = engine.GpuFacts(chosen="cuda:0 (T4)", no_kernels=("compute capability 7.5 is below 8.0", "Use another."))
+    monkeypatch.setattr(engine, "inspect_gpu", lambda config: seen, raising=False)
+    device, kernels = doctor.check_device(EngineConfig(model="m"))
+    assert (device.verdict, kernels.check) == ("ok", "kernels")
+    assert warned(kernels) == "none: compute capability 7.5 is below 8.0 -> Use another."
 
 
 def test_a_model_larger_than_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

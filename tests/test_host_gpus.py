@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from support.checkpoints import Checkpoint
 from support.driving import make_engine
 
 from engine import ConfigError, EngineConfig, ModelLoadError
+from engine.backends import triton
 from engine.execution import gpu_choice, starting
 from engine.execution.gpu_choice import another_gpu, look_at
 from engine.execution.starting import choose_device
@@ -86,6 +88,51 @@ def test_a_cpu_that_computes_instead_is_told(
         "the CPU computes, although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, as "
         "listed on pytorch.org."
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "fails", "said", "told"),
+    [
+        ((9, 0), "3.6.0", None, "", ""),
+        ((7, 5), "3.6.0", None, "compute capability 7.5 is below 8.0", "newer GPU"),
+        ((9, 0), "3.5.1", None, "Triton 3.5.1 is older than 3.6", "Install a newer one."),
+        (
+            (9, 0),
+            "3.6.0",
+            "gcc: not found",
+            "Triton starts no kernels (gcc: not found)",
+            "C compiler, Python's headers",
+        ),
+        ((9, 0), None, None, "Triton is not installed", "octavo[gpu]"),
+    ],
+)
+def test_what_keeps_kernels_from_a_gpu(
+    capability: tuple[int, int], version: str | None, fails: str | None, said: str, told: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The log says it, where Triton is there, and the doctor."""
+
+    class Driver:
+        @property
+        def utils(self) -> object:
+            if fails is not None:
+                raise RuntimeError(f"several lines\n{fails}\n")
+            return self
+
+    made = {"triton": ModuleType("triton"), "triton.runtime": ModuleType("triton.runtime")}
+    made["triton"].__version__ = version  # type: ignore[attr-defined]
+    made["triton"].runtime = made["triton.runtime"]  # type: ignore[attr-defined]
+    made["triton.runtime"].driver = SimpleNamespace(active=Driver())  # type: ignore[attr-defined]
+    monkeypatch.setattr(triton, "installed", lambda: version is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    with mock.patch.dict(sys.modules, made), caplog.at_level(logging.WARNING, "octavo.gpu"):
+        found, fix = triton.obstacle.__wrapped__(0)
+        monkeypatch.setattr(triton, "obstacle", lambda index: (found, fix))
+        assert triton._computes.__wrapped__(0) == (not said)
+    assert found == said
+    assert told in fix
+    assert caplog.messages == ([f"{said}: torch computes, slower. {fix}"] if said and version else [])
 
 
 # ---------------------------------------------------------------- what nvidia-smi knows

@@ -22,10 +22,12 @@ class GpuFacts:
     Attributes:
         chosen: which it is, of how many.
         warnings: what is wrong with it, and what to do about it.
+        no_kernels: why it computes by torch alone, and what to do about it; nothing if it has kernels of ours.
     """
 
     chosen: str
     warnings: tuple[tuple[str, str], ...] = ()
+    no_kernels: tuple[str, str] = ("", "")
 
 
 def look_at(device: torch.device, utilization: float) -> GpuFacts:

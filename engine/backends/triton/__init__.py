@@ -35,28 +35,37 @@ def installed() -> bool:
 @functools.cache
 def _computes(index: int | None) -> bool:
     """Triton can start kernels on a GPU; a reason against it is logged."""
+    found, fix = obstacle(index)
+    if found and installed():  # who asks for attention without Triton is told by `selection`
+        logger.warning("%s: torch computes, slower. %s", found, fix)
+    return not found
+
+
+@functools.cache
+def obstacle(index: int | None) -> tuple[str, str]:
+    """Why Triton starts no kernels on a GPU, and what to do about it; nothing if it does.
+
+    Args:
+        index: of the GPU; None: the current one.
+    """
     if not installed():
-        return False
+        return "Triton is not installed", 'Install it, as with pip install "octavo[gpu]".'
     from triton import __version__, runtime
 
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < OLDEST:
-        logger.info("compute capability %d.%d is below 8.0: torch computes, without kernels of our own", major, minor)
-        return False
+        return f"compute capability {major}.{minor} is below 8.0", "Only a newer GPU has kernels of our own."
     if _version(__version__) < _OLDEST_TRITON:
-        logger.warning("Triton %s is older than 3.6: torch computes, slower. Install a newer one.", __version__)
-        return False
+        return f"Triton {__version__} is older than 3.6", "Install a newer one."
     try:
         with torch.cuda.device(index):
             _ = runtime.driver.active.utils  # compiles a module of its own, the first time
     except Exception as error:  # whatever it is, torch serves
-        logger.warning(
-            "Triton starts no kernels (%s): torch computes, slower. It needs a C compiler, Python's headers, and a "
-            "cache folder that programs may be loaded from (TRITON_CACHE_DIR).",
-            str(error).strip().split("\n")[-1],
+        return f"Triton starts no kernels ({str(error).strip().split(chr(10))[-1]})", (
+            "It needs a C compiler, Python's headers, and a cache folder that programs may be loaded from "
+            "(TRITON_CACHE_DIR)."
         )
-        return False
-    return True
+    return "", ""
 
 
 def serves(device: torch.device) -> bool:
