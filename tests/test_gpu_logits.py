@@ -47,6 +47,25 @@ def test_several_rows(dtype: torch.dtype, bias: bool) -> None:
         check(torch.device("cuda:0"), 5, bias, dtype, LIBRARY)
 
 
+def test_on_rocm_they_are_widened_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its torch may have no such product."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    multiply = torch.mm
+
+    def mm(*matrices: Tensor, **how: object) -> Tensor:
+        assert not how, "a product into float32"
+        return multiply(*matrices)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    with late_device(), torch.inference_mode():
+        device = torch.device("cuda:0")
+        linear = Linear(8, 3, False, Place(device, torch.bfloat16))
+        linear.weight.copy_(torch.full((3, 8), 0.5))
+        found = linear.in_float32(torch.ones(5, 8, dtype=torch.bfloat16).to(device)).cpu()
+    assert found.dtype == torch.float32
+    assert torch.equal(found, torch.full((5, 3), 4.0))
+
+
 def test_one_row_with_a_kernel_of_its_own() -> None:
     with kernels() as device:
         check(device, 1, True, torch.float16, FUSED)

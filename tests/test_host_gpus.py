@@ -104,6 +104,7 @@ def test_a_cpu_that_computes_instead_is_told(
             "C compiler, Python's headers",
         ),
         ((9, 0), None, None, "Triton is not installed", "octavo[gpu]"),
+        ((9, 4), "3.6.0", "rocm", "torch is built for ROCm 7.0", "for NVIDIA's GPUs"),
     ],
 )
 def test_what_keeps_kernels_from_a_gpu(
@@ -124,6 +125,7 @@ def test_what_keeps_kernels_from_a_gpu(
     made["triton"].runtime = made["triton.runtime"]  # type: ignore[attr-defined]
     made["triton.runtime"].driver = SimpleNamespace(active=Driver())  # type: ignore[attr-defined]
     monkeypatch.setattr(triton, "installed", lambda: version is not None)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if fails == "rocm" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     with mock.patch.dict(sys.modules, made), caplog.at_level(logging.WARNING, "octavo.gpu"):

@@ -127,7 +127,7 @@ def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, for
         from engine.backends.triton import few_bits
 
         return few_bits.product(x, weight, bias, dtype=torch.float32)
-    if not x.is_cuda or x.dtype not in _NARROW or weight.dtype != x.dtype:
+    if not x.is_cuda or torch.version.hip is not None or x.dtype not in _NARROW or weight.dtype != x.dtype:
         return None
     product = torch.mm(x, weight.t(), out_dtype=torch.float32)
     return product if bias is None else product.add_(bias)

@@ -48,6 +48,8 @@ def obstacle(index: int | None) -> tuple[str, str]:
     Args:
         index: of the GPU; None: the current one.
     """
+    if torch.version.hip is not None:
+        return f"torch is built for ROCm {torch.version.hip}", "Kernels of our own are for NVIDIA's GPUs."
     if not installed():
         return "Triton is not installed", 'Install it, as with pip install "octavo[gpu]".'
     from triton import __version__, runtime
