@@ -18,6 +18,7 @@ import torch
 import transformers
 from support.checkpoints import random_prompt
 from support.driving import check_idle, finish, make_engine, preempt_all, watching
+from support.native import each_amx, loaded
 
 from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
 from engine.backends import native
@@ -156,15 +157,18 @@ def test_an_input_is_read_the_same_in_any_company(kind: tuple[str, int, int], be
             check_idle(engine)
 
 
-@pytest.mark.skipif(not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given")
-def test_short_inputs_go_by_vectors_in_any_company(berts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@each_amx
+def test_short_inputs_go_by_vectors_in_any_company(
+    berts: Callable[..., Path], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And others by matrix tiles, where there are any."""
     works = whole_works("Model")
-    with engine_of(berts()) as engine:
-        by_tiles = together(engine, works)
-    monkeypatch.setattr(gemm, "has_amx", lambda: False)
-    with engine_of(berts()) as engine:
-        by_vectors = together(engine, works)
+    with native.use(loaded(isa)):
+        with engine_of(berts()) as engine:
+            by_tiles = together(engine, works)
+        monkeypatch.setattr(gemm, "has_amx", lambda: False)
+        with engine_of(berts()) as engine:
+            by_vectors = together(engine, works)
     same = [one == other for one, other in zip(by_tiles, by_vectors, strict=True)]
     assert same == [length <= 12 for length in LENGTHS]
     for one, other in zip(by_tiles, by_vectors, strict=True):

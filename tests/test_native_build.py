@@ -343,13 +343,15 @@ def test_instruction_sets_are_chosen_by_what_the_cpu_has(tmp_path: Path, monkeyp
     assert supported_sets(cpuinfo) == ["portable"]
 
 
+@pytest.mark.parametrize("name", ["avx1024", building.EMULATED_TILES])
 def test_an_instruction_set_that_is_not_there_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OCTAVO_NATIVE_ISA", "avx1024")
+    """Nor one that is for tests alone."""
+    monkeypatch.setenv("OCTAVO_NATIVE_ISA", name)
     with caplog.at_level(logging.WARNING, "octavo.native"):
         found = loading._load()
-    assert "OCTAVO_NATIVE_ISA=avx1024 is ignored" in caplog.text
+    assert f"OCTAVO_NATIVE_ISA={name} is ignored" in caplog.text
     if COMPILER is not None:
         assert found is not None
         assert found.isa == supported_sets()[0]

@@ -19,14 +19,13 @@ from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.everyday import everyday
 from support.executors import by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
-from support.native import each_isa, kernels_of, needs_native
+from support.native import each_amx, each_isa, kernels_of, needs_native
 from support.pages import BLOCK, Pages, close, load, scattered_tables
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import SamplingParams
-from engine.backends import native
 from engine.backends.attention.base import AttentionMetadata
 from engine.backends.attention.selection import select
 from engine.backends.native import executor as native_executor
@@ -330,25 +329,27 @@ def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantizati
     assert found[0].isfinite().all()
 
 
-@pytest.mark.skipif(not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given")
+@each_amx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hidden_states_of_encoders_by_matrix_tiles(
-    encoder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    encoder: Path, isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 torch's executor multiplies short inputs by tiles, too."""
+    """In float32 torch's executor multiplies short inputs by tiles, too. MobileBERT's numbers are large, and so are
+    the differences that rounding makes, between instruction sets as well."""
     monkeypatch.setattr(gemm, "has_amx", lambda: True)
-    model = load(encoder, dtype, max_model_len=40, backend=NativeAttention())
-    model.pack()
-    kinds = {one.packed.native.kind for one in model.modules() if isinstance(one, Linear) and one.packed}
-    assert (f"amx_{dtype}".replace("torch.", "") in kinds) == any(
-        one.inputs % 32 == 0 for one in model.encoder.modules() if isinstance(one, Linear)
-    )
-    found = [read(model), read(model, padding=3)]
-    with by_torch(model):
-        for ours, theirs in zip(found, [read(model), read(model, padding=3)], strict=True):
-            if dtype == torch.bfloat16:
-                assert torch.equal(ours, theirs)
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    with kernels_of(isa, torch.get_num_threads()):
+        model = load(encoder, dtype, max_model_len=40, backend=NativeAttention())
+        model.pack()
+        kinds = {one.packed.native.kind for one in model.modules() if isinstance(one, Linear) and one.packed}
+        assert (f"amx_{dtype}".replace("torch.", "") in kinds) == any(
+            one.inputs % 32 == 0 for one in model.encoder.modules() if isinstance(one, Linear)
+        )
+        found = [read(model), read(model, padding=3)]
+        with by_torch(model):
+            for ours, theirs in zip(found, [read(model), read(model, padding=3)], strict=True):
+                if dtype == torch.bfloat16:
+                    assert torch.equal(ours, theirs)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5 * float(theirs.abs().max()))
 
 
 def test_layers_with_disentangled_attention_and_a_convolution_are_one_call(tmp_path: Path) -> None:

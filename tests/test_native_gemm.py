@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import ISAS, each_isa, kernels_of, needs_native
+from support.native import each_amx, each_isa, kernels_of, needs_native
 from torch import Tensor
 
-from engine.backends import native
 from engine.backends.native import gemm
 from engine.backends.native.gemm import GROUP, Packed, matmul
 from engine.model import quantisation
@@ -76,9 +75,6 @@ def _apart(x: Tensor) -> Tensor:
 
 # By matrix tiles: inputs that fill them, in one slice and several.
 tiled = cases(st.one_of(st.integers(1, 5).map(lambda n: 32 * n), st.sampled_from([768, 800, 1600])))
-needs_amx = pytest.mark.skipif(
-    not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or the system does not give it"
-)
 
 
 def _assert_sums(found: Tensor, case: Case, x: Tensor, weight: Tensor, steps: int) -> None:
@@ -104,12 +100,12 @@ def test_weights_of_floating_point(isa: str, case: Case) -> None:
     _assert_sums(found, case, x, case.weight.double(), case.x.shape[1] + 2)
 
 
-@needs_amx
+@each_amx
 @few
 @given(tiled)
-def test_weights_of_floating_point_by_tiles(case: Case) -> None:
+def test_weights_of_floating_point_by_tiles(isa: str, case: Case) -> None:
     """float32 is six products of parts and what the three others would give, each less than a rounding."""
-    with kernels_of(ISAS[0], case.threads):
+    with kernels_of(isa, case.threads):
         packed = gemm.pack(case.weight, case.bias, amx=True)
         assert packed.kind == ("amx_bfloat16" if case.weight.dtype == torch.bfloat16 else "amx_float32")
         found = case.run(packed)
@@ -118,48 +114,45 @@ def test_weights_of_floating_point_by_tiles(case: Case) -> None:
     _assert_sums(found, case, x, case.weight.double(), 6 * case.x.shape[1] + 4)
 
 
-@needs_amx
+@each_amx
 @pytest.mark.parametrize("inputs", [768, 3072])
-def test_tiles_err_less_than_vectors(inputs: int) -> None:
+def test_tiles_err_less_than_vectors(isa: str, inputs: int) -> None:
     generator = torch.Generator().manual_seed(7)
     weight, x = torch.randn(96, inputs, generator=generator), torch.randn(40, inputs, generator=generator)
-    errors = [
-        (matmul(gemm.pack(weight, amx=amx), x).double() - x.double() @ weight.double().T).square().mean().sqrt()
-        for amx in (True, False)
-    ]
+    with kernels_of(isa):
+        errors = [
+            (matmul(gemm.pack(weight, amx=amx), x).double() - x.double() @ weight.double().T).square().mean().sqrt()
+            for amx in (True, False)
+        ]
     assert errors[0] < errors[1]
 
 
-@needs_amx
+@each_amx
 @few
 @given(tiled)
-def test_a_row_by_tiles_does_not_depend_on_the_others(case: Case) -> None:
-    assert_rows_are_independent(ISAS[0], partial(gemm.pack, amx=True), case)
+def test_a_row_by_tiles_does_not_depend_on_the_others(isa: str, case: Case) -> None:
+    assert_rows_are_independent(isa, partial(gemm.pack, amx=True), case)
 
 
-@needs_amx
+@each_amx
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("inputs", [64, 1600])
-def test_many_rows_by_tiles_are_those_of_one(dtype: torch.dtype, inputs: int) -> None:
+def test_many_rows_by_tiles_are_those_of_one(isa: str, dtype: torch.dtype, inputs: int) -> None:
     """Also with more tiles than share a panel's parts."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(70, inputs, generator=generator).to(dtype)
     x = torch.randn(1300, inputs, generator=generator).to(dtype)
-    with kernels_of(ISAS[0], 2):
+    with kernels_of(isa, 2):
         packed = gemm.pack(weight, amx=True)
         found = matmul(packed, x)
         assert torch.equal(found, torch.cat([matmul(packed, part) for part in x.split(37)]))
 
 
-@needs_amx
-def test_inputs_that_do_not_fill_tiles_are_multiplied_by_vectors() -> None:
-    assert [gemm.pack(torch.ones(8, n), amx=True).kind for n in (0, 31, 32, 33, 64)] == [
-        "float32",
-        "float32",
-        "amx_float32",
-        "float32",
-        "amx_float32",
-    ]
+@each_amx
+def test_inputs_that_do_not_fill_tiles_are_multiplied_by_vectors(isa: str) -> None:
+    with kernels_of(isa):
+        kinds = [gemm.pack(torch.ones(8, n), amx=True).kind for n in (0, 31, 32, 33, 64)]
+    assert kinds == ["float32", "float32", "amx_float32", "float32", "amx_float32"]
 
 
 def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:

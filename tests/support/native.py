@@ -13,12 +13,32 @@ import torch
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.native.build import supported_sets
+from engine.backends.native import gemm
+from engine.backends.native.build import EMULATED_TILES, supported_sets
 
 ISAS = supported_sets()
 # `make test` tries this machine's best one; the others, which have to be compiled for that, are for `make test-all`.
 each_isa = pytest.mark.parametrize(
     "isa", [isa if isa == ISAS[0] else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]
+)
+# Kernels for matrix tiles: of this machine's CPU, and emulated where it has what else they need.
+each_amx = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(
+            ISAS[0],
+            marks=pytest.mark.skipif(
+                not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given"
+            ),
+        ),
+        pytest.param(
+            EMULATED_TILES,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif("avx512-vnni" not in ISAS, reason="this CPU has no AVX-512 to emulate AMX with"),
+            ],
+        ),
+    ],
 )
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no native library, nor a compiler")
 _MARGIN = 64  # bytes
@@ -31,13 +51,13 @@ def kernels_of(isa: str, threads: int = 1) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with native.use(_loaded(isa)), poisoned_memory():
+        with native.use(loaded(isa)), poisoned_memory():
             yield
     finally:
         torch.set_num_threads(before)
 
 
-_loaded = functools.cache(native.load)
+loaded = functools.cache(native.load)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,9 @@ _INSTRUCTION_SETS = {
     },
 }
 _PORTABLE = {"portable": InstructionSet((), frozenset())}
+EMULATED_TILES = "avx512-emulated-tiles"
+"""Kernels for Intel's matrix tiles on CPUs without them (`src/tiles.h`). Only tests build and load it."""
+_FOR_TESTS = {EMULATED_TILES: InstructionSet((*_AVX512_VNNI.flags, "-DOCTAVO_TILES_EMULATED"), _AVX512_VNNI.features)}
 
 
 class BuildError(Exception):
@@ -101,6 +104,10 @@ def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
                 features = set(values.split())
                 break
     return [name for name, kind in instruction_sets().items() if kind.features <= features]
+
+
+def _flags_of(name: str) -> tuple[str, ...]:
+    return (instruction_sets() | _FOR_TESTS)[name].flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ def file_name(name: str, compiler: Compiler | None = None) -> str:
         if path.suffix in {".cpp", ".h"}:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
-    parts = [name, machine(), sys.platform, *_FLAGS, *instruction_sets()[name].flags, *link]
+    parts = [name, machine(), sys.platform, *_FLAGS, *_flags_of(name), *link]
     if compiler is not None:
         parts += [*compiler.command, compiler.version]
     digest.update("\0".join(parts).encode())
@@ -146,7 +153,7 @@ def build(name: str, compiler: Compiler, target: Path) -> None:
     Raises:
         BuildError: the compiler refuses, or the folder cannot be written to.
     """
-    flags = (*compiler.command, *_FLAGS, *instruction_sets()[name].flags)
+    flags = (*compiler.command, *_FLAGS, *_flags_of(name))
     link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

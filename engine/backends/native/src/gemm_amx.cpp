@@ -7,34 +7,30 @@
 // Intelligence Datatype for Higher-Precision Computations, 2019). That is as exact as a chain of products and additions in
 // float32. Infinities become NaN, and subnormal bfloat16 are 0.
 #include "gemm.h"
-
-#if defined(__AVX512BF16__) && defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
-#define OCTAVO_AMX __attribute__((target("amx-tile,amx-bf16")))
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace octavo::gemm {
 
 #if defined(OCTAVO_AMX)
 namespace {
 
-constexpr int64_t SIDE = 16;             // rows, or columns, of a tile
-constexpr int64_t DEPTH = 32;            // inputs of a tile
-constexpr int64_t TILE = 1024;           // bytes
-constexpr int64_t STRIDE = TILE / SIDE;  // of the rows of a tile that lies by itself
+constexpr int64_t SIDE = TILE_ROWS;  // rows, or columns, of a tile
+constexpr int64_t DEPTH = 32;        // inputs of a tile
+constexpr TileShapes SHAPES;
 
-struct Configuration {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-alignas(64) constexpr Configuration CONFIGURATION;
+// Of 32 numbers, `low` ones first, the nearest bfloat16; subnormal numbers are 0.
+OCTAVO_INLINE __m512i nearest(Vector low, Vector high) {
+#if defined(OCTAVO_TILES_EMULATED)
+  const auto half = [](Vector v) { return (__m256i)narrow(without_subnormals(v)); };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(half(low)), half(high), 1);
+#else
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#endif
+}
 
 // 32 numbers, which leave what a bfloat16 does not hold of them.
 OCTAVO_INLINE __m512i take_part(Vector& low, Vector& high) {
-  const __m512i part = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const __m512i part = nearest(low, high);
   low -= widen((Halves)_mm512_castsi512_si256(part));
   high -= widen((Halves)_mm512_extracti64x4_epi64(part, 1));
   return part;
@@ -50,23 +46,23 @@ OCTAVO_INLINE Words take_pairs(Vector& even, Vector& odd) {
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of the panel.
 template <int HALVES>
-OCTAVO_AMX OCTAVO_INLINE void load_rows(const char* from) {
-  _tile_loadd(4, from, STRIDE);
-  if constexpr (HALVES == 2) _tile_loadd(5, from + TILE, STRIDE);
+OCTAVO_AMX OCTAVO_INLINE void load_rows(TileRegisters& registers, const char* from) {
+  registers.load<4>(from, TILE_LINE);
+  if constexpr (HALVES == 2) registers.load<5>(from + TILE_BYTES, TILE_LINE);
 }
 
-OCTAVO_AMX OCTAVO_INLINE void load_columns(const char* from, int64_t apart, int64_t stride) {
-  _tile_loadd(6, from, stride);
-  _tile_loadd(7, from + apart, stride);
+OCTAVO_AMX OCTAVO_INLINE void load_columns(TileRegisters& registers, const char* from, int64_t apart, int64_t stride) {
+  registers.load<6>(from, stride);
+  registers.load<7>(from + apart, stride);
 }
 
 template <int HALVES>
-OCTAVO_AMX OCTAVO_INLINE void multiply_tiles() {
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
+OCTAVO_AMX OCTAVO_INLINE void multiply_tiles(TileRegisters& registers) {
+  registers.multiply_bfloat16<0, 4, 6>();
+  registers.multiply_bfloat16<1, 4, 7>();
   if constexpr (HALVES == 2) {
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    registers.multiply_bfloat16<2, 5, 6>();
+    registers.multiply_bfloat16<3, 5, 7>();
   }
 }
 
@@ -81,7 +77,7 @@ struct ByTiles {
   static constexpr int64_t SLICE = 768;    // those that are taken apart at a time, if there are enough tiles for it
   static constexpr int64_t MOST = 16;      // tiles that share them
   static constexpr int64_t AHEAD = 16384;  // numbers of a panel that are asked for before they are needed
-  static constexpr int64_t BLOCK = PARTS * 2 * TILE;
+  static constexpr int64_t BLOCK = PARTS * 2 * TILE_BYTES;
 
   static int64_t row_bytes(int64_t inputs) { return 2 * PARTS * inputs; }
   static int64_t panel_bytes(int64_t inputs) { return (PARTS == 1 ? 2 : 4) * PANEL * inputs; }
@@ -93,15 +89,15 @@ struct ByTiles {
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
     for (int64_t row = 0; row < rows; ++row) {
-      char* out = to + row / SIDE * TILE + row % SIDE * STRIDE;
+      char* out = to + row / SIDE * TILE_BYTES + row % SIDE * TILE_LINE;
       for (int64_t i = 0; i < inputs; i += DEPTH, out += BLOCK) {
         const T* from = x + row * stride + i;
         if constexpr (PARTS == 1 && sizeof(T) == sizeof(bfloat16)) {
-          __builtin_memcpy(out, from, STRIDE);
+          __builtin_memcpy(out, from, TILE_LINE);
         } else {
           Vector low = load(from), high = load(from + WIDTH);
           for (int64_t part = 0; part < PARTS; ++part)
-            _mm512_store_si512(out + part * 2 * TILE, take_part(low, high));
+            _mm512_store_si512(out + part * 2 * TILE_BYTES, take_part(low, high));
         }
       }
     }
@@ -116,7 +112,8 @@ struct ByTiles {
     const int64_t end = smaller(input + slice(p), p.inputs);
     Product whole = p;
     if (end < p.inputs) whole.bias = nullptr;
-    _tile_loadconfig(&CONFIGURATION);
+    TileRegisters registers;
+    registers.configure(SHAPES);
     for (; first < last; first += MOST, x += MOST * bytes) {
       const int64_t some = smaller(MOST, last - first);
       const auto rows = [&](int64_t i) { return static_cast<int>(tiles.size(first + i)); };
@@ -133,14 +130,14 @@ struct ByTiles {
         for (int64_t i = 0; i < some; ++i) {
           const char* from = x + i * bytes + at * row_bytes(ROWS);
           if (rows(i) > SIDE)
-            multiply<2>(from, columns, inputs, sums[i], at == 0);
+            multiply<2>(registers, from, columns, inputs, sums[i], at == 0);
           else
-            multiply<1>(from, columns, inputs, sums[i], at == 0);
+            multiply<1>(registers, from, columns, inputs, sums[i], at == 0);
         }
       }
       for (int64_t i = 0; i < some; ++i) finish_tile(sums[i], rows(i), whole, tiles.start(first + i), column);
     }
-    _tile_release();
+    registers.release();
   }
 
  private:
@@ -159,67 +156,61 @@ struct ByTiles {
         __builtin_prefetch(from + AHEAD, 0, 2);
         __builtin_prefetch(from + AHEAD + PANEL, 0, 2);
         Vector even = load(from), odd = load(from + PANEL);
-        char* out = to + i / DEPTH * BLOCK + half * TILE + i % DEPTH / 2 * STRIDE;
+        char* out = to + i / DEPTH * BLOCK + half * TILE_BYTES + i % DEPTH / 2 * TILE_LINE;
         for (int64_t part = 0; part < PARTS; ++part)
-          _mm512_store_si512(out + part * 2 * TILE, (__m512i)take_pairs(even, odd));
+          _mm512_store_si512(out + part * 2 * TILE_BYTES, (__m512i)take_pairs(even, odd));
       }
   }
 
   template <int HALVES>
-  OCTAVO_AMX static void multiply(const char* x, const char* weight, int64_t inputs, float* sums, bool anew) {
+  OCTAVO_AMX static void multiply(TileRegisters& registers, const char* x, const char* weight, int64_t inputs,
+                                  float* sums, bool anew) {
     float* below = sums + SIDE * PANEL;
     constexpr int64_t LINE = 4 * PANEL;
     if (anew) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      registers.zero<0>();
+      registers.zero<1>();
+      registers.zero<2>();
+      registers.zero<3>();
     } else {
-      _tile_loadd(0, sums, LINE);
-      _tile_loadd(1, sums + SIDE, LINE);
+      registers.load<0>(sums, LINE);
+      registers.load<1>(sums + SIDE, LINE);
       if constexpr (HALVES == 2) {
-        _tile_loadd(2, below, LINE);
-        _tile_loadd(3, below + SIDE, LINE);
+        registers.load<2>(below, LINE);
+        registers.load<3>(below + SIDE, LINE);
       }
     }
     for (int64_t i = 0; i < inputs; i += DEPTH, x += BLOCK, weight += PARTS == 1 ? DEPTH / 2 * LINE : BLOCK) {
       if constexpr (PARTS == 1) {
-        load_rows<HALVES>(x);
-        load_columns(weight, STRIDE, LINE);
-        multiply_tiles<HALVES>();
+        load_rows<HALVES>(registers, x);
+        load_columns(registers, weight, TILE_LINE, LINE);
+        multiply_tiles<HALVES>(registers);
       } else {
         // Small products first; what the next one needs, too, stays in its tiles.
-        const auto rows = [&](int64_t part) OCTAVO_AMX { load_rows<HALVES>(x + part * 2 * TILE); };
-        const auto columns = [&](int64_t part) OCTAVO_AMX { load_columns(weight + part * 2 * TILE, TILE, STRIDE); };
-        rows(2), columns(0), multiply_tiles<HALVES>();
-        rows(1), multiply_tiles<HALVES>();
-        columns(1), multiply_tiles<HALVES>();
-        rows(0), multiply_tiles<HALVES>();
-        columns(2), multiply_tiles<HALVES>();
-        columns(0), multiply_tiles<HALVES>();
+        const auto rows = [&](int64_t part) OCTAVO_AMX { load_rows<HALVES>(registers, x + part * 2 * TILE_BYTES); };
+        const auto columns = [&](int64_t part) OCTAVO_AMX {
+          load_columns(registers, weight + part * 2 * TILE_BYTES, TILE_BYTES, TILE_LINE);
+        };
+        rows(2), columns(0), multiply_tiles<HALVES>(registers);
+        rows(1), multiply_tiles<HALVES>(registers);
+        columns(1), multiply_tiles<HALVES>(registers);
+        rows(0), multiply_tiles<HALVES>(registers);
+        columns(2), multiply_tiles<HALVES>(registers);
+        columns(0), multiply_tiles<HALVES>(registers);
       }
     }
-    _tile_stored(0, sums, LINE);
-    _tile_stored(1, sums + SIDE, LINE);
+    registers.store<0>(sums, LINE);
+    registers.store<1>(sums + SIDE, LINE);
     if constexpr (HALVES == 2) {
-      _tile_stored(2, below, LINE);
-      _tile_stored(3, below + SIDE, LINE);
+      registers.store<2>(below, LINE);
+      registers.store<3>(below + SIDE, LINE);
     }
   }
 };
 
-// Whether the CPU has the tiles and the system lets this process use them, which it has to ask for.
-bool ask() {
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
-  constexpr unsigned BF16 = 1 << 22, TILES = 1 << 24;
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILES) &&
-         syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
-
 }  // namespace
 
-OCTAVO_EXPORT(gemm_ask_for_amx)(int64_t* given) { *given = ask(); }
+OCTAVO_EXPORT(gemm_ask_for_amx)(int64_t* given) { *given = ask_for_tiles(); }
 OCTAVO_EXPORT_PRODUCT(amx_float32, ByTiles<3>)
 OCTAVO_EXPORT_PRODUCT(amx_bfloat16, ByTiles<1>)
 
