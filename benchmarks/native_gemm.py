@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine.backends import native
 from engine.backends.native import gemm
 
 KINDS = ("float32", "bfloat16", "int8", "int8_fast", "int4")
+BY_TILES = ("amx_int8", "amx_int4")
 # Of a 135M-parameter LLaMA shape: attention's output, qkv, gate and up, down, head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
 ROWS = (1, 4, 8, 32, 128, 1024)
@@ -37,7 +39,13 @@ Product = Callable[[Tensor], Tensor]
 
 def candidates(kind: str, weight: Tensor) -> dict[str, Product]:
     """The ways to multiply with a weight, its own copy each."""
-    pack = {"int8": gemm.pack_int8, "int8_fast": gemm.pack_int8_fast, "int4": gemm.pack_int4}.get(kind, gemm.pack)
+    pack = {
+        "int8": partial(gemm.pack_int8, amx=False),
+        "int8_fast": gemm.pack_int8_fast,
+        "int4": partial(gemm.pack_int4, amx=False),
+        "amx_int8": partial(gemm.pack_int8, amx=True),
+        "amx_int4": partial(gemm.pack_int4, amx=True),
+    }.get(kind, gemm.pack)
     packed = pack(weight)
     found: dict[str, Product] = {OURS: lambda x: gemm.matmul(packed, x)}
     if torch.backends.mkldnn.is_available():
@@ -52,7 +60,7 @@ def measure(kind: str, outputs: int, inputs: int, rows: list[int], options: argp
     """One kind and shape, all numbers of rows."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight = torch.randn(outputs, inputs).to(dtype)
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 4.5}[kind]
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 4.5}[kind.removeprefix("amx_")]
     size = outputs * inputs * bits / 8
     copies = [candidates(kind, weight) for _ in range(max(2, min(int(options.memory / size), 200)))]
     results = []
@@ -96,7 +104,7 @@ def summary(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS + BY_TILES, default=list(KINDS))
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -108,6 +116,8 @@ def main() -> None:
     library = native.current()
     if library is None:
         parser.error("there is no native library; the log says why")
+    if not gemm.has_amx() and not set(options.kinds).isdisjoint(BY_TILES):
+        parser.error("there are no matrix tiles")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []

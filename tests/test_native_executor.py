@@ -160,6 +160,33 @@ def test_every_instruction_set_and_number_of_threads(llama: Subject, isa: str, t
         equal(both_ways(model))
 
 
+@each_amx
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", [None, "qwen3-moe"])
+def test_few_bits_by_matrix_tiles(
+    llama: Subject,
+    isa: str,
+    family: str | None,
+    quantization: Quantization,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They change no bit, in steps of many rows and of few, and with experts."""
+    subject = llama
+    if family is not None:
+        subject = Subject(family, make_family_checkpoint(FAMILY_SHAPES[family], tmp_path).path)
+    monkeypatch.setattr(gemm, "has_amx", lambda: True)
+    with kernels_of(isa, 2):
+        states = []
+        for tiles in (True, False):
+            monkeypatch.setattr(gemm, "_tiles_are_faster", lambda library, bits, tiles=tiles: tiles)
+            model = subject.load(torch.float32, quantization)
+            kinds = {one.packed.native.kind for one in model.modules() if isinstance(one, Linear) and one.packed}
+            assert any(kind.startswith("amx_") for kind in kinds) == tiles
+            states.append(hidden_states(model, 3))
+        equal(iter(zip(*states, strict=True)))
+
+
 def test_steps_of_all_sizes_share_buffers(llama: Subject) -> None:
     """A large step makes room, and nothing of it is left in a small one."""
     model = llama.load(torch.float32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -175,12 +177,87 @@ def test_weights_of_8_bits_with_a_scale_for_each_output_exactly(isa: str, case: 
     assert torch.equal(found, case.finished(sums))
 
 
+FEW_BITS = {8: (gemm.quantise_int8, gemm.pack_int8), 4: (gemm.quantise_int4, gemm.pack_int4)}
+
+
+def _assert_tiles_change_nothing(bits: int, case: Case) -> None:
+    quantise, pack = FEW_BITS[bits]
+    made = quantise(case.weight)
+    by_tiles, by_vectors = (pack(made, case.bias, amx=amx) for amx in (True, False))
+    assert (by_tiles.kind, by_vectors.kind) == (f"amx_int{bits}", f"int{bits}")
+    as_integers = torch.int16 if case.result == torch.bfloat16 else torch.int32
+    found, wanted = (case.run(packed).contiguous().view(as_integers) for packed in (by_tiles, by_vectors))
+    assert torch.equal(found, wanted)
+
+
+@each_amx
+@pytest.mark.parametrize("bits", FEW_BITS)
+@few
+@given(case=cases())
+def test_few_bits_by_tiles_are_those_by_vectors(isa: str, bits: int, case: Case) -> None:
+    with kernels_of(isa, case.threads):
+        _assert_tiles_change_nothing(bits, case)
+
+
+@each_amx
+@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(16, 33, 1), (17, 70, 1000), (300, 130, 32), (512, 31, 545), (1500, 40, 70)])
+def test_many_rows_of_few_bits_by_tiles(isa: str, bits: int, threads: int, shape: tuple[int, int, int]) -> None:
+    """Several blocks of rows, several parts of a panel, some rows that are not finite."""
+    rows, outputs, inputs = shape
+    generator = torch.Generator().manual_seed(8)
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
+    x[rows // 2, 0], x[rows // 3], x[rows // 4, inputs - 1] = torch.nan, 0, torch.inf
+    with kernels_of(isa, threads):
+        _assert_tiles_change_nothing(bits, Case(x, weight, torch.arange(float(outputs)), torch.float32, threads))
+
+
+@each_amx
+def test_tiles_multiply_every_integer_of_8_bits(isa: str) -> None:
+    """-128, too, which other programs write."""
+    values = torch.arange(-128, 128, dtype=torch.int8).repeat(6, 1)
+    made = replace(gemm.quantise_int8(torch.ones(6, 256)), values=values)
+    x = torch.cat([torch.full((1, 256), sign * 3.0) for sign in (1, -1)] + [torch.randn(30, 256)])
+    with kernels_of(isa):
+        found, wanted = (matmul(gemm.pack_int8(made, amx=amx), x) for amx in (True, False))
+    assert torch.equal(found, wanted)
+    weight = made.dense()
+    _assert_sums(found[:2], Case(x[:2], weight, None, torch.float32, 1), x[:2].double(), weight.double(), 64)
+
+
+@each_amx
+@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("slower", [True, False])
+def test_the_faster_way_is_taken(
+    isa: str, bits: int, slower: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is measured once, and the log says how."""
+
+    def delayed(packed: Packed, x: Tensor) -> Tensor:
+        if packed.kind.startswith("amx") == slower:
+            time.sleep(0.05)
+        return matmul(packed, x)
+
+    gemm._tiles_are_faster.cache_clear()
+    monkeypatch.setattr(gemm, "matmul", delayed)
+    quantise, pack = FEW_BITS[bits]
+    with kernels_of(isa), caplog.at_level(logging.INFO, "octavo.native"):
+        made = quantise(torch.ones(4, 64))
+        kinds = {pack(made).kind for _ in range(3)}
+        assert pack(made, amx=True).kind == f"amx_int{bits}"
+        assert pack(made, amx=False).kind == f"int{bits}"
+    gemm._tiles_are_faster.cache_clear()
+    assert kinds == {f"int{bits}" if slower else f"amx_int{bits}"}
+    assert len([record for record in caplog.records if "by matrix tiles" in record.getMessage()]) == 1
+
+
 @each_isa
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", FEW_BITS)
 @few
 @given(case=cases())
 def test_weights_with_scales_for_groups(isa: str, bits: int, case: Case) -> None:
-    quantise, pack = {8: (gemm.quantise_int8, gemm.pack_int8), 4: (gemm.quantise_int4, gemm.pack_int4)}[bits]
+    quantise, pack = FEW_BITS[bits]
     with kernels_of(isa, case.threads):
         made = quantise(case.weight)
         found = case.run(pack(made, case.bias))

@@ -5,6 +5,9 @@ for each, or int8 with a scale for each output ("int8_fast"). Sums are float32; 
 quantised too, with as many scales as the weights have, and sums are integers first. A row of y is the same to the bit
 whatever other rows there are, and however many threads.
 
+Intel's matrix tiles multiply plain weights where a caller asks for it, and many rows by int8 and 4 bits where they are
+faster than vectors here, which is measured once and changes no bit.
+
     packed = pack(weight, bias)                        # float32, bfloat16, by vectors or by Intel's matrix tiles
     packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
     y = matmul(packed, x)
@@ -13,8 +16,11 @@ whatever other rows there are, and however many threads.
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,10 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.native.loading import Kernel
+from engine.backends.native.loading import Kernel, Library, current
 from engine.backends.native.memory import Arena
 
-Kind = Literal["float32", "bfloat16", "int8", "int8_fast", "int4", "amx_float32", "amx_bfloat16"]
+logger = logging.getLogger("octavo.native")
+
+Kind = Literal[
+    "float32", "bfloat16", "int8", "int8_fast", "int4", "amx_float32", "amx_bfloat16", "amx_int8", "amx_int4"
+]
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -48,6 +58,7 @@ _QUANTISE = {
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
+_TRIED_SIZE, _TRIED_ROWS, _TRIES = 1024, 64, 5  # of a product that is measured
 _UNIT = 4  # integers that an instruction multiplies and adds up
 _ALIGNED = 64
 _THREADS = os.cpu_count() or 1
@@ -200,8 +211,11 @@ def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
     return made
 
 
-def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None) -> Packed:
     """Lay a weight out as int8 with scales for groups, quantised now or before.
+
+    Args:
+        amx: matrix tiles multiply many rows where `has_amx`; None: where they are faster. Results are the same.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
@@ -210,7 +224,7 @@ def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float16, (outputs, _groups(made.inputs)))
-    return _laid_out("int8", _PACK_INT8, made, bias)
+    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias)
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
@@ -226,8 +240,11 @@ def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Pa
     return _laid_out("int8_fast", _PACK_INT8_FAST, made, bias)
 
 
-def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None) -> Packed:
     """Lay a weight out as 4 bits, quantised now or before.
+
+    Args:
+        amx: see `pack_int8`.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
@@ -236,7 +253,33 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.float16, (outputs, groups, 2))
-    return _laid_out("int4", _PACK_INT4, made, bias)
+    return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias)
+
+
+def _goes_by_tiles(bits: Literal["int8", "int4"], wanted: bool | None) -> bool:
+    if wanted is False or not has_amx():
+        return False
+    library = current()
+    assert library is not None
+    return wanted or _tiles_are_faster(library, bits)
+
+
+@functools.cache
+def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
+    """Some milliseconds of products of a matrix that a core's caches hold: what is compared is arithmetic."""
+    pack = pack_int8 if bits == "int8" else pack_int4
+    weight, x = torch.ones(_TRIED_SIZE, _TRIED_SIZE), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
+    ways = [pack(weight, amx=amx) for amx in (True, False)]
+    best = [float("inf"), float("inf")]
+    for _ in range(_TRIES):
+        for way, packed in enumerate(ways):
+            begun = time.perf_counter()
+            matmul(packed, x)
+            best[way] = min(best[way], time.perf_counter() - begun)
+    tiles, vectors = (seconds * 1e6 for seconds in best)
+    message = "%s: %d rows take %.0f us by matrix tiles, %.0f us by vectors; the faster way is taken for many rows"
+    logger.info(message, bits, _TRIED_ROWS, tiles, vectors)
+    return tiles < vectors
 
 
 def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None) -> Packed:

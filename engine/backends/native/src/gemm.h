@@ -14,7 +14,17 @@ namespace octavo::gemm {
 constexpr int64_t PANEL = 2 * WIDTH;
 
 // Kinds of products, as Python numbers them.
-enum Kind : int64_t { BY_FLOAT32, BY_BFLOAT16, BY_INT8, BY_INT8_FAST, BY_INT4, BY_AMX_FLOAT32, BY_AMX_BFLOAT16 };
+enum Kind : int64_t {
+  BY_FLOAT32,
+  BY_BFLOAT16,
+  BY_INT8,
+  BY_INT8_FAST,
+  BY_INT4,
+  BY_AMX_FLOAT32,
+  BY_AMX_BFLOAT16,
+  BY_AMX_INT8,
+  BY_AMX_INT4,
+};
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_ROWS = 12;  // of a tile of the kernels for float32 and bfloat16
@@ -176,12 +186,11 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
   } while (input < p.inputs);
 }
 
-template <class Kernel>
-OCTAVO_INLINE void product(const Product& p) {
+// All of it; part(p, thread, threads) is one thread's share.
+template <class Part>
+OCTAVO_INLINE void product(const Product& p, const Part& part) {
   constexpr int64_t WORTH = 1 << 17;  // products below this are over before other threads have begun
-  parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) {
-    product_part<Kernel>(p, thread, threads);
-  });
+  parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) { part(p, thread, threads); });
 }
 
 // What an allocation has to know: bytes of packed weights, most rows of a tile, bytes of a tile in the workspace,
@@ -202,17 +211,24 @@ void int8_fast_part(const Product& p, int thread, int threads);
 void int4_part(const Product& p, int thread, int threads);
 void amx_float32_part(const Product& p, int thread, int threads);
 void amx_bfloat16_part(const Product& p, int thread, int threads);
+void amx_int8_part(const Product& p, int thread, int threads);
+void amx_int4_part(const Product& p, int thread, int threads);
 
 #define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \
+  void kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }           \
+  OCTAVO_EXPORT_PART(kind, Kernel)
+
+// Where `kind`_part is written out.
+#define OCTAVO_EXPORT_PART(kind, Kernel)                                                                              \
   OCTAVO_EXPORT(gemm_layout_##kind)(int64_t outputs, int64_t inputs, int64_t* to) {                                   \
     layout<Kernel>(outputs, inputs, to);                                                                              \
   }                                                                                                                   \
   OCTAVO_EXPORT(gemm_##kind)(const void* x, void* y, const void* weight, const float* bias, void* workspace,          \
                              int64_t workspace_tiles, int64_t x_format, int64_t y_format, int64_t x_stride,           \
                              int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs) {                       \
-    product<Kernel>({x, y, weight, bias, workspace, workspace_tiles, x_format, y_format, x_stride, y_stride, rows,    \
-                     outputs, inputs});                                                                               \
-  }                                                                                                                   \
-  void kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }
+    product({x, y, weight, bias, workspace, workspace_tiles, x_format, y_format, x_stride, y_stride, rows, outputs,   \
+             inputs},                                                                                                 \
+            kind##_part);                                                                                             \
+  }
 
 }  // namespace octavo::gemm

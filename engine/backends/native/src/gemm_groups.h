@@ -12,6 +12,9 @@ constexpr int64_t GROUP = 32;
 constexpr int64_t UNIT = 4;  // integers that an instruction multiplies and adds up
 constexpr int64_t UNITS = GROUP / UNIT;
 constexpr int64_t ROW_GROUP_BYTES = GROUP + 8;  // of a row of x
+// Of a panel: integers, then scales, and of 4 bits minima.
+constexpr int64_t INT8_GROUP_BYTES = PANEL * (GROUP + 2);
+constexpr int64_t INT4_GROUP_BYTES = PANEL * (GROUP / 2 + 4);
 
 OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 

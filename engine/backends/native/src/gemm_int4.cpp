@@ -9,7 +9,7 @@
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // of a panel
+constexpr int64_t GROUP_BYTES = INT4_GROUP_BYTES;
 constexpr int64_t AHEAD = 8192;
 
 // Weights: for each group [UNITS / 2][PANEL][4] bytes, whose lower halves are one unit of inputs and whose upper halves

@@ -8,7 +8,7 @@
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 2);  // of a panel
+constexpr int64_t GROUP_BYTES = INT8_GROUP_BYTES;
 constexpr int64_t AHEAD = 4352;
 
 // Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]. x: see `prepare_groups`; what is noted is what

@@ -1,0 +1,186 @@
+// Products by matrix tiles of the weights of gemm_int8.cpp and gemm_int4.cpp, for many rows.
+//
+// Tiles make a group's sums, which are integers and exact. They are scaled and added in float32 by the operations of those
+// kernels, in their order, so that a result is the same to the bit whichever computes it: fewer rows than fill a tile go by
+// vectors. Weights are those that the other kernels read; some groups of a panel at a time are written out as
+// signed bytes, for all rows.
+#include "gemm_groups.h"
+#include "half.h"
+#include "tiles.h"
+
+namespace octavo::gemm {
+
+#if defined(OCTAVO_AMX)
+namespace {
+
+constexpr int64_t SIDE = TILE_ROWS;                  // rows, or columns, of a tile
+constexpr int64_t SIDES = PANEL / SIDE;              // tiles that are side by side in a panel
+constexpr int64_t HALF_TILE = UNITS * TILE_LINE;     // bytes of a group's weights, or of its x
+constexpr int64_t X_BYTES = SIDE * ROW_GROUP_BYTES;  // of a group
+
+// Tiles 0 and 1 are sums; 2 is x, and 3 are weights: of both, a group is half a tile.
+constexpr TileShapes SHAPES{.row_bytes = {64, 64, GROUP, 64}, .rows = {16, 16, 16, UNITS}};
+
+struct Int8 {
+  static constexpr int64_t BYTES = INT8_GROUP_BYTES;
+  static constexpr bool HAS_MINIMA = false;
+
+  // Units 2 * i and 2 * i + 1 of the columns from 16 * side on.
+  static OCTAVO_INLINE_MEMBER void read(const char* group, int64_t i, int64_t side, Integers (&units)[2]) {
+    static_assert(OFFSET == 128);
+    for (int64_t j = 0; j < 2; ++j)
+      units[j] = load_integers(group + ((2 * i + j) * PANEL + side * SIDE) * UNIT) ^ static_cast<int32_t>(0x80808080);
+  }
+};
+
+struct Int4 {
+  static constexpr int64_t BYTES = INT4_GROUP_BYTES;
+  static constexpr bool HAS_MINIMA = true;
+
+  static OCTAVO_INLINE_MEMBER void read(const char* group, int64_t i, int64_t side, Integers (&units)[2]) {
+    const Integers both = load_integers(group + (i * PANEL + side * SIDE) * UNIT);
+    units[0] = both & 0x0f0f0f0f;
+    units[1] = both >> 4 & 0x0f0f0f0f;
+  }
+};
+
+// x: for each group [SIDE][GROUP] int8, then scales [SIDE], then what they come to times the sums of the int8, [SIDE].
+template <class Weights>
+struct ByTiles {
+  static constexpr int ROWS = SIDE;
+  static constexpr int64_t ROW_UNIT = 1;
+  static constexpr int64_t CACHE = 5 << 18;
+  static constexpr int64_t CHUNK = 16;  // groups that are written out at a time: 16 KB
+  static constexpr int64_t MOST = 16;   // tiles that share them
+
+  static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
+  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * Weights::BYTES; }
+  static int64_t slice(const Product& p) { return p.inputs; }
+
+  template <class T>
+  static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+    const auto note = [](float scale, int32_t sum) { return scale * static_cast<float>(sum); };
+    if (rows < SIDE) __builtin_memset(to, 0, static_cast<size_t>(groups_of(inputs) * X_BYTES));
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* from = x + row * stride;
+      char* group = to;
+      for (int64_t left = inputs; left > 0; left -= GROUP, from += GROUP, group += X_BYTES) {
+        int8_t* integers = reinterpret_cast<int8_t*>(group) + row * GROUP;
+        float* scales = reinterpret_cast<float*>(group + SIDE * GROUP);
+        if (left < GROUP) {
+          __builtin_memset(integers, 0, GROUP);
+          make_group(from, left, integers, scales[row], scales[SIDE + row], note);
+        } else {
+          make_group(from, GROUP, integers, scales[row], scales[SIDE + row], note);  // a size that the compiler knows
+        }
+      }
+    }
+  }
+
+  OCTAVO_AMX static void multiply_panel(const Product& p, const Tiles& tiles, int64_t first, int64_t last,
+                                        const char* x, int64_t bytes, int64_t panel, int64_t) {
+    const int64_t groups = groups_of(p.inputs);
+    const char* weight = static_cast<const char*>(p.weight) + panel * panel_bytes(p.inputs);
+    alignas(64) float sums[MOST][SIDE * PANEL];
+    alignas(64) char written[CHUNK][SIDES][HALF_TILE];
+    TileRegisters registers;
+    registers.configure(SHAPES);
+    for (; first < last; first += MOST, x += MOST * bytes) {
+      const int64_t some = smaller(MOST, last - first);
+      __builtin_memset(sums, 0, static_cast<size_t>(some) * sizeof sums[0]);
+      for (int64_t group = 0; group < groups; group += CHUNK) {
+        const int64_t count = smaller(CHUNK, groups - group);
+        const char* from = weight + group * Weights::BYTES;
+        write_out(from, count, written);
+        for (int64_t i = 0; i < some; ++i)
+          for (int64_t side = 0; side < SIDES; ++side)
+            multiply(registers, x + i * bytes + group * X_BYTES, written[0][side], from, side, count, sums[i]);
+      }
+      for (int64_t i = 0; i < some; ++i)
+        finish_tile(sums[i], static_cast<int>(tiles.size(first + i)), p, tiles.start(first + i), panel * PANEL);
+    }
+    registers.release();
+  }
+
+ private:
+  static OCTAVO_INLINE_MEMBER void write_out(const char* weight, int64_t count, char (*to)[SIDES][HALF_TILE]) {
+    for (int64_t group = 0; group < count; ++group, weight += Weights::BYTES)
+      for (int64_t i = 0; i < UNITS / 2; ++i)
+        for (int64_t side = 0; side < SIDES; ++side) {
+          Integers units[2];
+          Weights::read(weight, i, side, units);
+          __builtin_memcpy(to[group][side] + 2 * i * TILE_LINE, units, sizeof units);
+        }
+  }
+
+  // Adds some groups to the sums of a tile of x and of SIDE columns. A group's integers are multiplied while those of the
+  // one before are scaled.
+  OCTAVO_AMX static void multiply(TileRegisters& registers, const char* x, const char* columns, const char* weight,
+                                  int64_t side, int64_t groups, float* sums) {
+    alignas(64) int32_t products[2][SIDE * SIDE];
+    Vector total[SIDE];
+    sums += side * SIDE;
+#pragma GCC unroll 16
+    for (int64_t row = 0; row < SIDE; ++row) total[row] = load(sums + row * PANEL);
+    start<0>(registers, x, columns, products[0]);
+    for (int64_t group = 0; group < groups; ++group, x += X_BYTES, weight += Weights::BYTES) {
+      columns += SIDES * HALF_TILE;
+      if (group + 1 < groups) {
+        if (group % 2)
+          start<0>(registers, x + X_BYTES, columns, products[0]);
+        else
+          start<1>(registers, x + X_BYTES, columns, products[1]);
+      }
+      const int32_t* made = products[group % 2];
+      const float* row_scales = reinterpret_cast<const float*>(x + SIDE * GROUP);
+      const float16* scales = reinterpret_cast<const float16*>(weight + Weights::BYTES) -
+                              (Weights::HAS_MINIMA ? 2 : 1) * PANEL + side * SIDE;
+      const Vector scale = load(scales), least = Weights::HAS_MINIMA ? load(scales + PANEL) : Vector{};
+#pragma GCC unroll 16
+      for (int64_t row = 0; row < SIDE; ++row) {
+        const Vector sum = __builtin_convertvector(load_integers(made + row * SIDE), Vector) * all(row_scales[row]);
+        total[row] = fma(sum, scale, total[row]);
+        if constexpr (Weights::HAS_MINIMA) total[row] = fma(all(row_scales[SIDE + row]), least, total[row]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int64_t row = 0; row < SIDE; ++row) store(sums + row * PANEL, total[row]);
+  }
+
+  template <int SUM>
+  OCTAVO_AMX OCTAVO_INLINE_MEMBER static void start(TileRegisters& registers, const char* x, const char* columns,
+                                                    int32_t* to) {
+    registers.zero<SUM>();
+    registers.load<2>(x, GROUP);
+    registers.load<3>(columns, TILE_LINE);
+    registers.multiply_int8<SUM, 2, 3>();
+    registers.store<SUM>(to, TILE_LINE);
+  }
+};
+
+// Room for a tile here is room for two of the kernels for vectors.
+using Part = void(const Product& p, int thread, int threads);
+
+template <class Weights>
+OCTAVO_INLINE void part_by(Part& by_vectors, const Product& p, int thread, int threads) {
+  if (p.rows >= SIDE) return product_part<ByTiles<Weights>>(p, thread, threads);
+  Product few = p;
+  few.workspace_tiles *= 2;
+  by_vectors(few, thread, threads);
+}
+
+}  // namespace
+
+void amx_int8_part(const Product& p, int thread, int threads) { part_by<Int8>(int8_part, p, thread, threads); }
+void amx_int4_part(const Product& p, int thread, int threads) { part_by<Int4>(int4_part, p, thread, threads); }
+OCTAVO_EXPORT_PART(amx_int8, ByTiles<Int8>)
+OCTAVO_EXPORT_PART(amx_int4, ByTiles<Int4>)
+
+#else
+
+void amx_int8_part(const Product&, int, int) {}
+void amx_int4_part(const Product&, int, int) {}
+
+#endif
+
+}  // namespace octavo::gemm
