@@ -374,3 +374,5 @@ def test_all_instruction_sets_can_be_made_ahead(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert {path.name for path in libraries(tmp_path)} == {file_name(name) for name in instruction_sets()}
+    if "avx512" in instruction_sets():
+        assert b"octavo_gemm_amx_int8" in (tmp_path / file_name("avx512")).read_bytes(), "no matrix tiles"

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import each_amx, each_isa, kernels_of, needs_native
+from support.native import ISAS, each_amx, each_isa, kernels_of, needs_amx, needs_native
 from torch import Tensor
 
 from engine.backends.native import gemm
+from engine.backends.native.build import EMULATED_TILES
 from engine.backends.native.gemm import GROUP, Packed, matmul
 from engine.model import quantisation
 
@@ -148,6 +149,23 @@ def test_many_rows_by_tiles_are_those_of_one(isa: str, dtype: torch.dtype, input
         packed = gemm.pack(weight, amx=True)
         found = matmul(packed, x)
         assert torch.equal(found, torch.cat([matmul(packed, part) for part in x.split(37)]))
+
+
+@pytest.mark.slow
+@needs_amx
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_emulated_tiles_give_the_bits_of_the_processor(dtype: torch.dtype) -> None:
+    """With numbers whose products, or parts, are subnormal, too."""
+    generator = torch.Generator().manual_seed(9)
+    weight, x = (torch.randn(size, 800, generator=generator) for size in (70, 40))
+    x *= torch.randint(-70, 10, x.shape, generator=generator).float().exp2()
+    weight *= torch.randint(-70, 10, weight.shape, generator=generator).float().exp2()
+    x[:, 8:16] *= 2.0**-60
+    products = []
+    for isa in (ISAS[0], EMULATED_TILES):
+        with kernels_of(isa):
+            products.append(matmul(gemm.pack(weight.to(dtype), amx=True), x))
+    assert torch.equal(products[0], products[1])
 
 
 @each_amx

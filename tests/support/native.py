@@ -21,16 +21,14 @@ ISAS = supported_sets()
 each_isa = pytest.mark.parametrize(
     "isa", [isa if isa == ISAS[0] else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]
 )
+needs_amx = pytest.mark.skipif(
+    not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given"
+)
 # Kernels for matrix tiles: of this machine's CPU, and emulated where it has what else they need.
 each_amx = pytest.mark.parametrize(
     "isa",
     [
-        pytest.param(
-            ISAS[0],
-            marks=pytest.mark.skipif(
-                not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given"
-            ),
-        ),
+        pytest.param(ISAS[0], marks=needs_amx),
         pytest.param(
             EMULATED_TILES,
             marks=[

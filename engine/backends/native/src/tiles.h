@@ -11,7 +11,8 @@
 
 #if defined(OCTAVO_TILES_EMULATED)
 #define OCTAVO_AMX
-#elif defined(__AVX512BF16__) && defined(__x86_64__) && defined(__linux__) && __has_include(<amxint8intrin.h>)
+#elif defined(__AVX512BF16__) && defined(__x86_64__) && defined(__linux__) && \
+    (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC, of Clang: they know the instructions
 #define OCTAVO_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8")))
 #include <cpuid.h>
 #include <sys/syscall.h>
