@@ -479,9 +479,11 @@ class Simulator:
 
     # -------------------------------------------------------------- what a runner does
 
-    def execute(self, plan: StepPlan, rows: list[Row] | None = None) -> StepResult:
-        """Run a plan on the memory, and check that it is one; `rows` are its rows if it is a part of a step."""
+    def execute(self, plan: StepPlan, rows: list[Row] | None = None, computed: list[Row] | None = None) -> StepResult:
+        """Run a plan on the memory, and check that it is one; `rows` are its rows if it is a part of a step; `computed`
+        what they compute, if that is known here only."""
         rows = self._rows() if rows is None else rows
+        computed = rows if computed is None else computed
         assert 0 < plan.num_rows == len(rows) <= self.config.max_num_seqs
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         self._check_groups(rows)
@@ -493,12 +495,12 @@ class Simulator:
         assert plan.query_start[0] == 0
         assert plan.query_start[-1] == plan.num_tokens
         self._encode(plan, rows)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(computed):
             self._check_memory(plan, i, row, row.start)
             self._check_cross(plan, i, row)
         for i, row in enumerate(rows):
             self._write(plan, i, row)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(computed):
             self._check_memory(plan, i, row, row.start + row.count)
         states = self.states.reshape(-1)[plan.slots]
         result = self._result(plan, [int(state) for state in states], sum(row.sampled for row in rows))
@@ -590,7 +592,8 @@ class Simulator:
     def _check_taken_over(self, plan: StepPlan) -> None:
         """What a plan has of the step before is what would be made anew."""
         unknown = {row.sequence: 0 for row in self._rows() if row.start >= row.sequence.num_tokens}
-        anew = build_plan(self._rows(), [], self.size, pending=unknown)
+        searches = self.scheduler.in_flight.newest.searches
+        anew = build_plan(self._rows(), [], self.size, pending=unknown, searches=searches)
         for found, expected in ((plan.sampling, anew.sampling), (plan.cross, anew.cross)):
             assert (found is None) == (expected is None)
             for part in () if found is None else fields(found):

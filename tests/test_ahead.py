@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from paged_simulator import make_request
+from paged_simulator import FakeModel, make_request
 from support.ahead import AheadSimulator, Late
+from support.checkpoints import random_prompt
 from support.driving import (
     Job,
     Tokens,
@@ -18,15 +21,19 @@ from support.driving import (
     check_idle,
     check_pages,
     finish,
+    make_engine,
     other_rows,
     run,
     tokens_of,
     watching,
 )
 from support.jobs import MIXED, beams, greedy, prompt, sampled
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine, RequestOutput, SamplingParams
 from engine.execution.pending import PendingStep
+from engine.process import runner as wire
 from engine.scheduling.budget import Costs, StepBudget, StepWork
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan
@@ -86,7 +93,7 @@ def test_nothing_that_is_said_differs(settings: dict[str, Any], engines: Callabl
         assert sum(plan.sources is not None for plan in plans) > 10
     assert plain.stats().num_steps_ahead == 0
     assert ahead.stats().num_steps_ahead > ahead.stats().num_steps // 3
-    assert ahead.stats().prefix_hits > 0
+    assert ahead.stats().prefix_hits > 0 or "num_gpu_blocks_override" in settings
     assert bool(ahead.stats().num_preemptions) == ("num_gpu_blocks_override" in settings)
 
 
@@ -113,7 +120,9 @@ def test_a_lone_request_s_tokens_come_as_early_as_they_are_known(engines: Callab
     assert all(not plan.token_ids.any() for plan in plans[1:]), "the host does not know these tokens"
 
 
-@pytest.mark.parametrize("params", [beams(3, 12, ignore_eos=True), greedy(12, repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    "params", [beams(3, 12, ignore_eos=True, no_repeat_ngram_size=3), greedy(12, repetition_penalty=1.3)]
+)
 def test_what_must_know_an_answer_is_launched_before_that_is_told(
     params: SamplingParams, engines: Callable[..., Engine]
 ) -> None:
@@ -130,16 +139,154 @@ def test_what_must_know_an_answer_is_launched_before_that_is_told(
     assert one.stats().num_steps_ahead == 0
 
 
-def test_beams_take_turns_while_others_run_on(engines: Callable[..., Engine]) -> None:
-    """What a search does depends on the answer, so it skips the steps that are planned before it is known."""
+def test_beams_run_on_with_others(engines: Callable[..., Engine]) -> None:
+    """Which beams go on, and with which tokens, is known on the device alone when their next step is planned. The first
+    answer, which makes beams of a prompt, is waited for."""
     jobs = [Job(prompt(81, 9), greedy(40)), Job(prompt(82, 9), beams(3, 12, ignore_eos=True))]
+    expected = answers(engines(), jobs)
+    one = engines(async_scheduling=True)
+    with watching(one) as plans:
+        assert answers(one, jobs) == expected
+    assert [number for number, plan in enumerate(plans) if beam_rows(plan)] == [0, *range(2, 13)]
+    assert [number for number, plan in enumerate(plans) if plan.searches is not None] == list(range(3, 13))
+    assert [other_rows(plan) for plan in plans] == [1] * 40
+    # Alone, they take no step more than in turn.
+    with watching(one) as plans:
+        assert answers(one, jobs[1:])[0].outputs == expected[1].outputs
+    assert [plan.searches is not None for plan in plans] == [False] * 2 + [True] * 10
+
+
+@pytest.mark.parametrize("how", [{"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.2}, {"bad_words_ids": [[4, 5]]}])
+def test_beams_that_must_know_their_tokens_take_turns(how: dict[str, Any], engines: Callable[..., Engine]) -> None:
+    jobs = [Job(prompt(81, 9), greedy(40)), Job(prompt(82, 9), beams(3, 12, ignore_eos=True, **how))]
     expected = run(engines(), jobs)
     one = engines(async_scheduling=True)
     with watching(one) as plans:
         assert run(one, jobs) == expected
     searching = [number for number, plan in enumerate(plans) if beam_rows(plan)]
     assert searching == list(range(0, 24, 2))
+    assert all(plan.searches is None for plan in plans)
     assert [other_rows(plan) for plan in plans] == [1] * 40
+
+
+SEARCHES = [
+    Job(prompt(120, 9), beams(4, 20)),
+    Job(prompt(121, 3), beams(2, 30, ignore_eos=True, logprobs=2)),
+    Job(prompt(122, 17), beams(3, 24, length_penalty=0.0, early_stopping=True, stream_beams=True)),
+    Job(prompt(123, 30), beams(5, 18, length_penalty=-1.0, early_stopping="never", logprobs=0)),
+    Job(prompt(124, 8), beams(3, 21, min_tokens=9, stop_token_ids=[5, 7, 11, 13, 17, 19, 23])),
+    Job(prompt(125, 12), beams(4, 16, length_penalty=2.5, early_stopping="never", bad_words_ids=[[7]])),
+    Job(prompt(126, 5), SamplingParams(num_beams=6, n=2, max_tokens=25, logit_bias={9: 2.0, 2: 1.0})),
+    Job(prompt(127, 26), beams(2, 1)),
+    Job(prompt(128, 6), beams(2, 2)),
+    Job(prompt(129, 11), sampled(4, 20, n=2)),
+    Job(prompt(130, 14), beams(3, 15, no_repeat_ngram_size=2)),
+    Job(prompt(131, 33), greedy(25, logprobs=1)),
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"block_size": 4},
+        {"max_num_batched_tokens": 20, "max_num_seqs": 14, "block_size": 8},
+        {"block_size": 4, "num_gpu_blocks_override": 75},
+        {"block_size": 2, "num_gpu_blocks_override": 130, "enable_prefix_caching": False},
+    ],
+    ids=["roomy", "small pages", "chunks", "few pages", "no cache"],
+)
+def test_searches_are_the_same_ahead(settings: dict[str, Any], engines: Callable[..., Engine]) -> None:
+    """Tokens, scores and log-probabilities, bit by bit, in a crowd; pages begin, part and are given back in flight."""
+    plain, ahead = engines(**settings), engines(async_scheduling=True, **settings)
+    with watching(ahead) as plans, void_rows(ahead) as void:
+        assert answers(ahead, SEARCHES) == answers(plain, SEARCHES)
+    searches = [plan.searches for plan in plans if plan.searches is not None]
+    rows = [(bool(new), width) for one in searches for new, width in zip(one.fresh, one.widths, strict=True)]
+    assert len(searches) > 20
+    assert sum(not new for new, _ in rows) > 30
+    assert sum(new for new, _ in rows) > 2
+    assert {width for _, width in rows} >= {2, 3, 4, 5, 6}
+    assert sum(void) > 5, "no search ended with a step in flight"
+    assert bool(ahead.stats().num_preemptions) == ("num_gpu_blocks_override" in settings)
+    assert ahead.stats().num_page_copies > 20
+
+
+def test_searches_leave_in_flight(engines: Callable[..., Engine]) -> None:
+    """Their pages are free at once, and the others' answers are what they would be."""
+    plain = engines()
+    expected = answers(plain, SEARCHES)
+    one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=160)
+    for number, job in enumerate(SEARCHES):
+        add(one, str(number), job)
+    outputs, gone = {}, {4: "0", 6: "3", 9: "6"}
+    with void_rows(one) as void:
+        for step in range(500):
+            outputs |= {output.request_id: output for output in one.step()}
+            if step in gone:
+                one.abort_request(gone[step])
+            check_pages(one)
+            if not one.has_unfinished_requests():
+                break
+    check_idle(one)
+    assert sum(void) >= 4 + 5 + 6
+    for number, output in enumerate(expected):
+        if str(number) not in gone.values():
+            assert outputs[str(number)].outputs == output.outputs
+
+
+def test_searches_with_an_encoder_run_ahead(tmp_path: Path) -> None:
+    """All beams read the same input, whichever go on."""
+    make_seq2seq_checkpoint(SEQ2SEQ["t5"], tmp_path)
+    vocab = SEQ2SEQ["t5"].vocab
+    jobs = [
+        Job(random_prompt(vocab, seed, 5 + 3 * seed), beams(2 + seed % 3, 20, ignore_eos=seed % 2 == 0, **how))
+        for seed, how in enumerate([{}, {"early_stopping": True}, {"length_penalty": 0.3}, {"logprobs": 1}])
+    ]
+    settings = {"block_size": 4, "num_gpu_blocks_override": 400}
+    plain, ahead = make_engine(tmp_path, **settings), make_engine(tmp_path, async_scheduling=True, **settings)
+    with watching(ahead) as plans:
+        assert answers(ahead, jobs) == answers(plain, jobs)
+    assert sum(plan.searches is not None and plan.cross is not None for plan in plans) > 15
+    plain.close()
+    ahead.close()
+
+
+def test_a_search_goes_on_in_another_process(engines: Callable[..., Engine]) -> None:
+    """A plan says all that is needed, and survives the way (`engine.process.runner`)."""
+    one, sent = engines(async_scheduling=True), 0
+    expected = answers(engines(), SEARCHES[:4])
+    launch = one.runner.launch
+
+    def remote(plan: StepPlan) -> PendingStep:
+        nonlocal sent
+        sent += plan.searches is not None
+        order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
+        assert isinstance(order, wire.Launch)
+        return launch(order.plan)
+
+    one.runner.launch = remote  # type: ignore[method-assign]
+    assert answers(one, SEARCHES[:4]) == expected
+    assert sent > 20
+
+
+def test_behind_a_step_that_failed_no_beams_are_chosen(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines(async_scheduling=True)
+    add(one, "r", SEARCHES[0])
+    with watching(one) as plans:
+        finish(one)
+    (ahead, *_) = [plan for plan in plans if plan.searches is not None]
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.execution.runner.score_prompt", lambda *_: 1 / 0)  # when it was sampled
+        add(one, "r", Job(prompt(83, 9), beams(3, 12, prompt_logprobs=1)))
+        with watching(one) as plans:
+            assert finish(one)["r"].error is not None
+        with pytest.raises(ZeroDivisionError):
+            one.runner.launch(plans[0])
+    with pytest.raises(RuntimeError, match="has left no candidates"):
+        one.runner.launch(ahead)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +530,17 @@ def test_who_looks_on_sees_what_is_known(engines: Callable[..., Engine]) -> None
 # ---------------------------------------------------------------- the scheduler, and a memory that is looked at
 
 
+class Narrow(FakeModel):
+    """Often only the end of an answer is possible, or one token besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = np.random.default_rng(1)
+        for row in self._rows:
+            if rng.random() < 0.6:
+                row[1:] = np.where(np.arange(1, len(row)) == rng.integers(1, 2 * len(row)), row[1:], -np.inf)
+
+
 def simulator(**settings: Any) -> AheadSimulator:
     defaults = {"num_pages": 40, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "caching": False}
     return AheadSimulator(**(defaults | settings))
@@ -517,3 +675,19 @@ def test_a_step_s_time_begins_when_the_one_before_is_over(monkeypatch: pytest.Mo
         sim.drain()
     assert observed == [11.0, *[10.0] * 4]
     assert sim.scheduler.stats.step_seconds == clock.now == 51.0
+
+
+def test_a_search_that_loses_beams_in_flight() -> None:
+    """The rows that ran on were as many as before; those beams that are left are computed again."""
+    with AheadSimulator(
+        num_pages=60, block_size=3, max_num_seqs=12, max_num_batched_tokens=64, caching=False, model=Narrow()
+    ) as sim:
+        for number in range(40):
+            how = {"num_beams": 2 + number % 4, "stop_ids": frozenset({0}), "eos_ids": frozenset({0})}
+            sim.add(make_request(f"r{number}", words(number, 2 + number % 5), max_tokens=16, **how))
+            sim.step()
+        sim.drain()
+        sim.compare()
+    assert sim.ahead["searches for nothing"] > 3
+    assert sim.ahead["beams that parted ahead"] > 3
+    assert sim.ahead["new pages ahead"] > 3

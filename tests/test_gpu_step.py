@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from support.checkpoints import random_prompt
-from support.driving import Job, make_engine, run, run_alone
+from support.driving import Job, add, finish, make_engine, run, run_alone, watching
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import kernels
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
@@ -23,6 +23,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine.backends.triton.executor import TritonExecutor
+from engine.execution import prompt_graphs
 from engine.execution.recording import eager
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,38 @@ def test_decoder(checkpoint: Callable[[str], Any]) -> None:
 def test_beams_beside_a_row_that_runs_ahead(checkpoint: Callable[[str], Any]) -> None:
     jobs = [Job(prompt(4, 5), beams(2, 3)), Job(prompt(5, 6), greedy(7, ignore_eos=True))]
     check(checkpoint(CHECKPOINT).path, jobs)
+
+
+@pytest.mark.parametrize("recorded", ["nothing", "decoding", "all"])
+def test_beams_that_run_ahead(recorded: str, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and scores as in turn, to the bit; the last prompts come in pieces beside beams that go on."""
+    path, outputs, searches = checkpoint(CHECKPOINT).path, [], 0
+    monkeypatch.setattr(prompt_graphs, "_APART", ((8, 8),))
+    jobs = [
+        Job(prompt(4, 3), beams(3, 6, ignore_eos=True)),
+        Job(prompt(5, 2), greedy(5)),
+        Job(prompt(7, 15), beams(2, 2)),
+    ]
+    settings = SETTINGS | {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 8, "max_model_len": 24}
+    for ahead in (False, True):
+        with kernels() as device:
+            engine = make_engine(path, **(settings | {"device": str(device), "async_scheduling": ahead}))
+            try:
+                if device.type == "cpu" and recorded != "nothing":
+                    engine.runner.use_graphs(6, eager)
+                if device.type == "cpu" and recorded == "all":
+                    engine.runner.use_prompt_graphs(6, 8, eager)
+                for number, job in enumerate(jobs):
+                    add(engine, str(number), job)
+                with watching(engine) as plans:
+                    outputs.append(finish(engine))
+                searches = sum(plan.searches is not None for plan in plans)
+                beside = sum(plan.searches is not None and plan.num_tokens > plan.num_rows for plan in plans)
+            finally:
+                engine.close()
+    assert outputs[1] == outputs[0]
+    assert searches > 3
+    assert beside > 0
 
 
 def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str], Any]) -> None:
@@ -108,6 +141,7 @@ def test_encoder_decoder(tmp_path: Path) -> None:
     make_seq2seq_checkpoint(SEQ2SEQ["t5"], tmp_path)
     vocab = SEQ2SEQ["t5"].vocab
     check(tmp_path, [Job(random_prompt(vocab, 1, 7), greedy(4)), Job(random_prompt(vocab, 2, 12), greedy(4))])
+    check(tmp_path, [Job(random_prompt(vocab, 1, 7), beams(2, 6)), Job(random_prompt(vocab, 2, 12), greedy(6))])
 
 
 def test_rows_that_are_no_multiple_of_eight(checkpoint: Callable[[str], Any]) -> None:

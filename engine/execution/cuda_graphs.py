@@ -117,9 +117,16 @@ class DecodeGraphs:
             and not plan.unchunked
         )
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Hidden states [R, features] of a plan that this serves; valid until the next step."""
+    def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Hidden states [R, features] of a plan that this serves; valid until the next step.
+
+        Args:
+            search: brings the block tables [rows, blocks] to what its searches have chosen.
+        """
         self.state.load(plan)
+        if search is not None and plan.searches is not None:
+            search(self.state.tables)
+            self.state.exchanged(plan.searches)
         size = self._size_of(plan.num_rows)
         self._graphs[size]()
         self.state.advanced()

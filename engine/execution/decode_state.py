@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.buffers import PinnedRing
-from engine.scheduling.plan import Int32, StepPlan
+from engine.scheduling.plan import Int32, Searches, StepPlan
 
 # Most differences that are uploaded at a time.
 _FEW = 4096
@@ -156,6 +156,22 @@ class DecodeState:
             found.append(self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows))
         self._sender.send(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
         self._num_rows = count
+
+    @property
+    def tables(self) -> Tensor:
+        """[max_rows, max_blocks] int32 the pages of all rows, padding included."""
+        size = self._tables.wanted.size
+        return self._state[self._tables.first : self._tables.first + size].view(self._tables.wanted.shape)
+
+    def exchanged(self, searches: Searches) -> None:
+        """The device puts the loaded tables of these searches' rows into an order that is not known here: where they
+        differ, and where the rows write, the next plan sends what it wants."""
+        rows, widths, columns = (part.tolist() for part in (searches.rows, searches.widths, searches.columns))
+        for row, width, column in zip(rows, widths, columns, strict=True):
+            expected = self._tables.expected[row : row + width, : self._tables.used]
+            differs = (expected != expected[0]).any(axis=0)
+            differs[column] = True
+            expected[:, differs] = -1
 
     def advanced(self) -> None:
         """A step has been started that ends with `DecodeInputs.advance`: the mirror follows."""

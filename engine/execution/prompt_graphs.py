@@ -110,8 +110,9 @@ class PromptGraphs:
             and not plan.unchunked
         )
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Hidden states [T, features] of a plan that this serves; valid until the next step."""
+    def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Hidden states [T, features] of a plan that this serves; valid until the next step. `search` as in
+        `DecodeGraphs.run`."""
         count, rows = plan.num_tokens, plan.num_rows
         size = self._sizes[bisect_left(self._sizes, count)]
         fixed = np.zeros((3, size), dtype=np.int32)  # tokens, sources, positions
@@ -124,6 +125,8 @@ class PromptGraphs:
         self._send(size, fixed[0], fixed[1], fixed[2], lens, contexts)
         width = plan.block_tables.shape[1]
         self._tables[:rows, :width].copy_(self._landing.fill(plan.block_tables))
+        if search is not None:
+            search(self._tables)
         self._graphs[size]()
         self.num_replayed += 1
         return self._hidden[:count]

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
 from engine.execution.alignment import Aligner, KeptQueries
+from engine.execution.beams_ahead import BeamsOnDevice, resolved
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
@@ -34,7 +35,7 @@ from engine.model.transformer import Transformer
 from engine.scheduling.plan import EncoderBatch, Int32, PooledRow, SamplingBatch, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from engine.execution.sampler_device import DeviceSampler
+    from engine.execution.sampler_device import DeviceSampler, DeviceSamples
 
 
 class _Logits:
@@ -92,6 +93,7 @@ class ModelRunner:
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
+        self._candidates: StepResult | DeviceSamples | None = None  # of the step launched last, if it went well
         self._unfilled: Int32 | None = None  # the same, where the host knows them and no step has asked for them yet
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -100,6 +102,7 @@ class ModelRunner:
             from engine.execution.sampler_device import DeviceSampler
 
             self._sampler = DeviceSampler(device, first=self._sampled.data)
+        self._beams = BeamsOnDevice(self._sampled.data)
         self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(
@@ -130,11 +133,22 @@ class ModelRunner:
             with gpu.current(self.model.device):
                 return self._launch(plan)
         except BaseException:
+            self._candidates = None
             if self.graphs is not None:
                 self.graphs.reset()
             raise
 
     def _launch(self, plan: StepPlan) -> PendingStep:
+        candidates_before, self._candidates = self._candidates, None
+        search: Callable[[Tensor], None] | None = None
+        if (searches := plan.searches) is not None:
+            if candidates_before is None:
+                raise RuntimeError("a search cannot go on: the step before it has left no candidates")
+            if isinstance(candidates_before, StepResult):
+                plan = resolved(plan, candidates_before, self.cache.block_size)
+            else:
+                width = plan.block_tables.shape[1]
+                search = partial(self._beams.go_on, searches, candidates_before, self.cache, width)
         self.cache.copy_pages(plan.copies)
         if plan.sources is not None and self._unfilled is not None:
             self._sampled.fill(self._unfilled)
@@ -150,9 +164,11 @@ class ModelRunner:
             recorded = self.prompt_graphs
         kept = KeptQueries(plan) if plan.pooling and plan.pooling[0].pooling.alignment is not None else None
         if kept is not None:
-            hidden = self._forward(plan, kept)
+            hidden = self._forward(plan, kept, search)
+        elif recorded is not None:
+            hidden = recorded.run(plan, search)
         else:
-            hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
+            hidden = self._read(plan, self.model) if plan.unchunked else self._forward(plan, search=search)
         candidates: StepResult | LateResult | None = None
         sampling = None
         if plan.sampling is not None:
@@ -187,6 +203,7 @@ class ModelRunner:
             self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)
+                self._beams.warm()
 
     def use_graphs(
         self,
@@ -238,15 +255,12 @@ class ModelRunner:
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> StepResult | LateResult:
         """Candidates; what they begin with is kept on the device, for the next step."""
         if self._sampler is None:
-            known = sample(logits, batch)
+            self._candidates = known = sample(logits, batch)
             self._unfilled = known.tokens[:, 0]
             return known
-        samples = self._sampler.sample(logits, batch)  # which leaves them there itself
+        self._candidates = samples = self._sampler.sample(logits, batch)  # which leaves them there itself
         samples.fetch()
         return samples
-
-    def _hidden(self, plan: StepPlan) -> Tensor:
-        return self._read(plan, self.model) if plan.unchunked else self._forward(plan)
 
     def _pool_both(self, plan: StepPlan) -> tuple[PooledRow, ...]:
         """What is asked for of inputs some of which are signals: those the model's twin reads."""
@@ -318,13 +332,21 @@ class ModelRunner:
             torch.where(sources < 0, known, self._sampled.data[sources.clamp(min=0)], out=known)
         return tokens
 
-    def _forward(self, plan: StepPlan, keeper: QueryKeeper | None = None) -> Tensor:
+    def _forward(
+        self,
+        plan: StepPlan,
+        keeper: QueryKeeper | None = None,
+        search: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         padded = max(plan.num_tokens, self.min_rows)
+        tables = self._tables.fill(plan.block_tables)
+        if search is not None:
+            search(tables)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
         hidden: Tensor = self.model(
             self._tokens(plan, padded),
             self._positions.fill(plan.positions, padded),
-            self.cache.paged(self._tables.fill(plan.block_tables)),
+            self.cache.paged(tables),
             # Kernels for GPUs find slots themselves, from tables and positions.
             self._slots.fill(plan.slots) if self._sampler is None else None,
             metadata,

@@ -24,14 +24,17 @@ from engine.scheduling.plan import (
     PoolingRow,
     PromptLogprobRows,
     SamplingBatch,
+    Searches,
     StepPlan,
 )
 from engine.scheduling.repetition import dry_penalties
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
+from engine.scheduling.step import SearchAhead
 
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
+_NO_SEARCHES: Mapping[SequenceGroup, SearchAhead] = {}
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
 _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
 
@@ -65,15 +68,18 @@ def build_plan(
     inputs: Seq[EncoderInput] = (),
     last: LastStep | None = None,
     pending: Mapping[Sequence, int] | None = None,
+    searches: Mapping[SequenceGroup, SearchAhead] = _NO_SEARCHES,
 ) -> StepPlan:
     """The step plan of these rows, in their order; the encoder runs over `inputs` first. All rows have pages, or
     none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
-    and which of its sampled tokens is theirs."""
+    and which of its sampled tokens is theirs; `searches` those groups of them whose beams are not known, either."""
     groups = [row.group for row in rows]
     decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
     unchunked = any(group.unchunked for group in groups)
-    tables = _tables([row.sequence.table for row in rows])
+    # A page on which a search begins is in no table yet.
+    width = max([search.rows[0].start // block_size + 1 for search in searches.values()], default=0)
+    tables = _tables([row.sequence.table for row in rows], width)
     if decoding:  # few numbers: lists are quicker than arithmetic with arrays
         starts = [row.start for row in rows]
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
@@ -82,7 +88,10 @@ def build_plan(
             token_ids = _int32([0 if row.sequence in pending else row.sequence.tokens[row.start] for row in rows])
         else:
             token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
-        pages = [row.sequence.table[row.start // block_size] for row in rows]
+        if searches:
+            pages = tables[np.arange(len(rows)), positions // block_size].tolist()
+        else:
+            pages = [row.sequence.table[row.start // block_size] for row in rows]
         slots = _int32([page * block_size + start % block_size for page, start in zip(pages, starts, strict=True)])
     else:
         first, counts = _int32([row.start for row in rows]), _int32([row.count for row in rows])
@@ -115,6 +124,7 @@ def build_plan(
         boxes=None if decoding else _of_tokens(rows, [row.group.boxes for row in rows]),
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
+        searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
         shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
     )
     if last is not None:
@@ -137,8 +147,31 @@ def _sources(rows: Seq[Row], query_start: Int32, pending: Mapping[Sequence, int]
     return sources if (sources >= 0).any() else None
 
 
-def _tables(tables: Seq[IntBuffer]) -> Int32:
-    laid = np.zeros((len(tables), max([table.size for table in tables])), dtype=np.int32)
+def _searches(
+    rows: Seq[Row], searches: Mapping[SequenceGroup, SearchAhead], pending: Mapping[Sequence, int], block_size: int
+) -> Searches:
+    first: dict[SequenceGroup, int] = {}
+    for number, row in enumerate(rows):
+        first.setdefault(row.group, number)
+    starts = [search.rows[0].start for search in searches.values()]
+    beams = [group.beam for group in searches if group.beam is not None]
+    stop_ids = [sorted(beam.stop_ids) for beam in beams]
+    return Searches(
+        rows=_int32([first[group] for group in searches]),
+        places=_int32([pending[group.sequences[0]] for group in searches]),
+        widths=_int32([beam.num_beams for beam in beams]),
+        candidates=_int32([beam.num_candidates for beam in beams]),
+        columns=_int32([start // block_size for start in starts]),
+        fresh=np.array([start % block_size == 0 for start in starts]),
+        scores=np.array([sequence.score for group in searches for sequence in group.sequences], dtype=np.float32),
+        pages=_int32([page for search in searches.values() for page in search.pages]),
+        stop_ids=_int32([token for tokens in stop_ids for token in tokens]),
+        stops=np.cumsum([0, *map(len, stop_ids)], dtype=np.int32),
+    )
+
+
+def _tables(tables: Seq[IntBuffer], least: int) -> Int32:
+    laid = np.zeros((len(tables), max([least, *[table.size for table in tables]])), dtype=np.int32)
     for i, table in enumerate(tables):
         laid[i, : table.size] = table.view()
     return laid

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup
-from engine.scheduling.step import EncoderRun
+from engine.scheduling.step import EncoderRun, SearchAhead
 
 
 class PendingAnswer(Protocol):
@@ -43,6 +43,7 @@ class InFlightStep:
         rows: as they were planned; some may be void by now.
         copies: pages copied for each request.
         encoder_runs: runs of the encoder.
+        searches: beam searches that are in it before the answer of the step before is applied.
         plan: what is computed; None where that is to be planned again, from the rows that are not void by then.
         answer: what was launched, or why it could not be; None before the launch.
         is_part: it is a part of a step that could not be computed as a whole.
@@ -54,6 +55,7 @@ class InFlightStep:
     rows: list[Row]
     copies: dict[SequenceGroup, list[tuple[int, int]]]
     encoder_runs: list[EncoderRun]
+    searches: dict[SequenceGroup, SearchAhead] = field(default_factory=dict)
     plan: StepPlan | None = None
     answer: PendingAnswer | Exception | None = None
     is_part: bool = False
@@ -119,6 +121,15 @@ class InFlightSteps:
         """A request has ended or is preempted: nothing will be computed for it again."""
         for step in self._queue:
             self._drop_copies(step, group)
+            if (search := step.searches.pop(group, None)) is not None:
+                self._pool.free(search.pages)
+
+    def take_search(self, group: SequenceGroup) -> tuple[InFlightStep, SearchAhead] | None:
+        """The step that goes on with a search whose answer is being applied, and its rows there; None if none does."""
+        for step in self._queue:
+            if (search := step.searches.pop(group, None)) is not None:
+                return step, search
+        return None
 
     def pending(self) -> dict[Sequence, int]:
         """The sequences that the newest step samples, each with the number of its last token among all sampled ones."""
@@ -226,6 +237,10 @@ class InFlightSteps:
         later = [run for run in later if run.groups]
         self._queue.insert(1, InFlightStep(second, {}, later, is_part=True))
         return True
+
+    def set_aside(self) -> list[list[int]]:
+        """Pages that searches may need, of which no sequence knows yet."""
+        return [search.pages for step in self._queue for search in step.searches.values()]
 
     def pinned(self) -> list[int]:
         """Sources of copies, as often as they are pinned."""

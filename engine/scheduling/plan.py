@@ -115,6 +115,46 @@ class CrossRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Searches:
+    """G beam searches that go on before the host knows the answer to the step launched before: N rows of the plan, a
+    row for each beam, in the order of the searches.
+
+    What runs the plan chooses by that step's candidates (`engine.execution.beams_ahead`), as `search.rank` and
+    `BeamSearch.choose` do later: of all beams' candidates those that do not end a beam go on, best first, the best one
+    in the search's first row. Each is the token of its row, in the place that `StepPlan.sources` names. The row of
+    block tables becomes that of the beam that goes on, but for the page that is written: where `fresh`, that is the
+    row's own of `pages`, on which nothing stands yet; else the first row that goes on from a beam keeps the beam's
+    page, and any further one has its own of `pages`, to which the beam's is copied before anything is written. Where
+    fewer candidates are left than rows, or scores are not numbers, the search's rows are for nothing; they write
+    nowhere else.
+
+    Attributes:
+        rows: [G] the plan's row of each search's first beam; the others follow.
+        places: [G] the number of the first beam's token among the S sampled ones of the step launched before; the
+            others follow.
+        widths: [G] beams.
+        candidates: [G] how many columns of each beam's candidates count.
+        columns: [G] the column of the block tables that has the page which is written.
+        fresh: [G] that page is a new one.
+        scores: [N] accumulated scores of the beams before that step.
+        pages: [N] set aside for each row; 0 where it needs none in any case.
+        stop_ids: [M] tokens that end beams, of all searches.
+        stops: [G + 1] the first of each search's.
+    """
+
+    rows: Int32
+    places: Int32
+    widths: Int32
+    candidates: Int32
+    columns: Int32
+    fresh: Bool
+    scores: Float32
+    pages: Int32
+    stop_ids: Int32
+    stops: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRow:
     """A row whose hidden states are wanted.
 
@@ -142,6 +182,8 @@ class StepPlan:
         sources: [T] for a token that is not known yet, and 0 in `token_ids`, the number of the token among the S
             sampled ones of the step launched before this one (its first column); -1 for all others. None if all
             are known.
+        searches: beam searches of whose rows not even the beams are known: what `slots` and `block_tables` have of
+            them is those of the beams before that; None: there are none.
         slots: [T] where each token's K and V go: block * block_size + offset.
         query_start: [R + 1] first flat token of each row.
         context_lens: [R] tokens of the sequence known to the cache after this step; of an encoder's input, those that
@@ -183,6 +225,7 @@ class StepPlan:
     boxes: Int32 | None = None
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
+    searches: Searches | None = None
     shifts: Int32 | None = None
     version: int = field(default_factory=new_version)
 

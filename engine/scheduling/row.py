@@ -16,7 +16,7 @@ from engine.scheduling.sequence import Sequence, SequenceGroup
 
 @dataclass(slots=True)
 class Row:
-    """`count` tokens of a sequence from `start` on. Immutable.
+    """`count` tokens of a sequence from `start` on. Immutable, but for `belong`.
 
     Attributes:
         sampled: so many last positions are sampled: none if known tokens are left, else one and one per draft.
@@ -36,6 +36,10 @@ class Row:
     def is_void(self) -> bool:
         """The sequence has ended or was preempted since: what is computed here is for nothing."""
         return self.num_releases != self.sequence.num_releases
+
+    def belong(self, sequence: Sequence) -> None:
+        """It is known now which beam of a search this is the row of."""
+        self.sequence, self.num_releases = sequence, sequence.num_releases
 
     @property
     def num_output(self) -> int:

@@ -35,7 +35,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
-from engine.scheduling.step import Step
+from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
 
 
@@ -193,12 +193,12 @@ class Scheduler:
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
-        planned = InFlightStep(rows, step.copies, list(step.encoder_runs.values()))
+        planned = InFlightStep(rows, step.copies, list(step.encoder_runs.values()), step.searches)
         copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
         pending = self.in_flight.pending() if ahead else None
         inputs = [run.encoder_input for run in planned.encoder_runs]
-        planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending)
+        planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending, step.searches)
         self.in_flight.begin(planned)
         return planned.plan
 
@@ -312,7 +312,10 @@ class Scheduler:
                 rows.append(Row(group, sequence, start, allowed, sampled, sequence.num_releases))
         if step.num_drafts > 0 and total == len(work) and sampled and group.started and group.beam is None:
             rows = self._with_drafts(step, rows)
-        if not group.unchunked:
+        if group.beam is not None and group.sequences[0].num_pending:
+            if not completes or not self._set_aside(step, group, rows):
+                return
+        elif not group.unchunked:
             lacking = [row for row in rows if row.start + row.count > row.sequence.num_writable]
             if lacking and step.ahead and not self._has_room(lacking):
                 return
@@ -358,6 +361,16 @@ class Scheduler:
         copy = self._tables.take(sequence, pages, shared)
         if copy is not None:
             step.copies.setdefault(group, []).append(copy)
+        return True
+
+    def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
+        """Take the pages that a search may need for rows of which it is not known which beams they go on from; False
+        if there are too few: then it waits for the answer, and needs fewer."""
+        begins = rows[0].start % self.config.block_size == 0  # a page, each row its own; else the first row needs none
+        pages = None if self._drains else self.pool.reserve(len(rows) - (not begins))
+        if pages is None:
+            return False
+        step.searches[group] = SearchAhead(rows, pages if begins else [0, *pages])
         return True
 
     def _missing(self, rows: list[Row]) -> int:
@@ -437,10 +450,31 @@ class Scheduler:
             self._tables.release(sequence)
         group.sequences = outcome.live
         group.started = True
+        if group.beam is not None and outcome.live:
+            self._follow(group, outcome)
         self.stats.generation_tokens += outcome.num_new_tokens
         if outcome.delta.finished:
             self.stats.num_finished += 1
             self._finish(group)
+
+    def _follow(self, group: SequenceGroup, outcome: Outcome) -> None:
+        """A search has gone on. If a step in flight goes on with it, too, its beams get what they have there: it has
+        chosen the same ones, unless fewer are left than before. Then what it computes for them is for nothing."""
+        found = self.in_flight.take_search(group)
+        if found is None:
+            return
+        step, search = found
+        if len(outcome.live) < len(search.rows):
+            self.pool.free(search.pages)
+            for sequence in outcome.live:
+                sequence.void()
+            return
+        for row, sequence in zip(search.rows, outcome.live, strict=True):
+            row.belong(sequence)
+        copies = self._tables.go_on(outcome.live, dict(outcome.forks), search.pages)
+        if copies:
+            step.copies[group] = copies
+            self.stats.num_page_copies += len(copies)
 
     def _give_up(self, group: SequenceGroup) -> None:
         """A running group's pages are given up; what is in flight for it is for nothing."""
@@ -483,4 +517,5 @@ class Scheduler:
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]
+        tables += self.in_flight.set_aside()
         self.pool.check_integrity(tables, self.in_flight.pinned())

@@ -18,6 +18,8 @@ from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import EarlyStopping
 from engine.scheduling.plan import Float32, Int32
 
+# Most candidates of all beams among which a device chooses before the host does.
+MOST_AHEAD = 4096
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -149,6 +151,11 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """Candidates each row must return so that num_beams unfinished ones are left."""
         return max(2, 1 + len(self.stop_ids)) * self.num_beams
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """A device can choose by itself what goes on: it looks at all candidates at once."""
+        return self.num_beams * self.num_candidates <= MOST_AHEAD
 
     def advance(
         self,

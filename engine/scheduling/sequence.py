@@ -102,7 +102,8 @@ class Sequence:
         num_in_flight: tokens after those that steps compute whose answers are not applied yet.
         num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet; where tokens were
             drafted, the most that there can be.
-        num_releases: how often it gave its pages up; rows that were planned before are for nothing.
+        num_releases: how often it gave up its pages, or what was in flight for it; rows that were planned before are
+            for nothing.
         table: pages, in order; 0 for those that are out of every layer's window.
         num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 where that is
             to be found out.
@@ -198,6 +199,11 @@ class Sequence:
     def _tell(self, constraint: Constraint, decoding: Decoding, token: int) -> None:
         if not decoding.forced_after(self.num_tokens, self.num_output):
             constraint.accept(token)
+
+    def void(self) -> None:
+        """Whatever is in flight for it is for nothing."""
+        self.num_in_flight = self.num_pending = 0
+        self.num_releases += 1
 
     def gone_on(self, decoding: Decoding, token: int) -> Sequence:
         """A copy without pages that has gone on with a token."""
@@ -372,13 +378,17 @@ class SequenceGroup:
         if not (first.num_in_flight or any(sequence.num_in_flight for sequence in self.sequences[1:])):
             return True
         decoding = self.request.decoding
-        if self.beam is not None or self.fork_point is not None or self.request.pooling is not None:
+        if self.fork_point is not None or self.request.pooling is not None:
             return False
-        if not self.started and (decoding.prompt_logprobs is not None or (first.num_pending and decoding.n > 1)):
+        if not self.started and (decoding.prompt_logprobs is not None or (first.num_pending and decoding.width > 1)):
             return False
         if not first.num_pending:  # sequences of a group are sampled together
-            return True
-        return not (drafting or self.heeds_tokens) and first.num_output + first.num_pending < decoding.max_tokens
+            return self.beam is None or not self.started
+        if self.heeds_tokens or first.num_output + first.num_pending >= decoding.max_tokens:
+            return False
+        if self.beam is not None:  # all of its beams are there, and as many go on but where it comes to its end
+            return self.beam.may_run_ahead and len(self.sequences) == self.beam.num_beams
+        return not drafting
 
     def common_prefix(self) -> int:
         """Tokens all sequences share, leaving each at least one to compute."""

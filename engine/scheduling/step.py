@@ -33,6 +33,19 @@ class EncoderRun:
 
 
 @dataclass(slots=True)
+class SearchAhead:
+    """Rows of a beam search that are planned before it is known which beams go on.
+
+    Attributes:
+        rows: one for each beam. They have the sequences of the beams before that, until the answer says which they are.
+        pages: set aside for each row; 0 for none. Those that turn out not to be needed are given back.
+    """
+
+    rows: list[Row]
+    pages: list[int]
+
+
+@dataclass(slots=True)
 class Step:
     """What each group runs, the pages to copy for it, and what room is left.
 
@@ -42,6 +55,7 @@ class Step:
         left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
         num_prompts: groups planned since prompts have their turn; None before.
         encoder_runs: runs of the encoder, by the key of their input.
+        searches: the beam searches among the groups whose last answer is not known.
         ahead: another step is in flight: nothing is preempted for this one.
         num_drafts: tokens that may still be drafted: none once prompts have their turn.
         kept_pages: those that running groups lack for what they have, where tokens are drafted.
@@ -54,6 +68,7 @@ class Step:
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
     encoder_runs: dict[PageHash, EncoderRun] = field(default_factory=dict)
+    searches: dict[SequenceGroup, SearchAhead] = field(default_factory=dict)
     preempted: bool = False
     ahead: bool = False
     num_drafts: int = 0

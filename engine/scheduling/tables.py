@@ -5,7 +5,8 @@ Room for a step's tokens is made by the `Scheduler`, which knows what has to be 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -114,6 +115,33 @@ class Tables:
         sequence.source, sequence.num_writable = 0, sequence.table.size * self._config.block_size
         return copy
 
+    def go_on(
+        self, beams: Seq[Sequence], parents: Mapping[Sequence, Sequence], pages: Seq[int]
+    ) -> list[tuple[int, int]]:
+        """Give beams, which have their parents' pages, those that a step in flight writes for them; which page it
+        copies where before that. The sources are pinned.
+
+        Args:
+            parents: of those that were forked.
+            pages: set aside for each beam (`Searches`); what is not used is given back.
+        """
+        size, copies, unused = self._config.block_size, [], []
+        for beam, page in zip(beams, pages, strict=True):
+            place = beam.num_computed // size
+            if beam.num_computed % size == 0:
+                beam.table.append(page)
+            elif beam in parents:
+                source = parents[beam].table[place]
+                self._pool.pin(source)
+                self._pool.free([beam.table[place]])
+                beam.table[place] = page
+                copies.append((source, page))
+            else:
+                unused.append(page)
+            beam.source, beam.num_writable = 0, beam.table.size * size
+        self._pool.free(unused)
+        return copies
+
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
         size, has_pages = self._config.block_size, not self._config.unchunked
@@ -145,8 +173,7 @@ class Tables:
         self._pool.free(sequence.table.tolist())
         sequence.table = IntBuffer()
         sequence.num_computed = sequence.num_published = sequence.num_writable = sequence.source = 0
-        sequence.num_in_flight = sequence.num_pending = 0
-        sequence.num_releases += 1
+        sequence.void()
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
         """Raise AssertionError if a table lacks a page that is seen, holds one that is not, or others hold what a

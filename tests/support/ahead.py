@@ -17,12 +17,14 @@ from engine.interface.outputs import RequestDelta
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
+from engine.scheduling.sequence import SequenceGroup
 from engine.stepping import Stepping
 
 EVERYONE = "0123456789"
 EVENTS = (
     "tokens not known", "rows for nothing", "left to the next step", "drained", "broken at the launch", "broken later",
     "broken ahead", "planned again", "copies of broken steps", "parts",
+    "searches ahead", "beams that parted ahead", "new pages ahead", "searches for nothing", "as the host found",
 )  # fmt: skip
 
 
@@ -58,6 +60,8 @@ class AheadRunner:
     def __init__(self, simulator: AheadSimulator):
         self.sim = simulator
         self.sampled = np.zeros(0, dtype=np.int32)
+        self.last: StepResult | None = None  # what was sampled last
+        self.chosen: dict[InFlightStep, StepPlan] = {}  # steps in flight, with the beams that were chosen here
         self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
         self.waits = False  # for a step with copies
         self.broken: InFlightStep | None = None  # what is launched while that is in flight computes garbage
@@ -91,7 +95,10 @@ class AheadRunner:
         if plan.sources is not None:
             assert not plan.token_ids[plan.sources >= 0].any()
             plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
-        rows = step.rows
+        rows = computed = step.rows
+        if plan.searches is not None:
+            plan, computed = self._search(plan, rows)
+            self.chosen[step] = plan
         if self.strikes and (len(plan.copies) or not self.waits):
             self.waits = False
             self.written = set()
@@ -104,17 +111,80 @@ class AheadRunner:
                 sim._garble(plan, set())
                 raise Broken
             sim.ahead["broken later"] += 1
-            made = Late(sim.execute(plan, rows), garble=lambda: self._break(plan))
+            made = Late(sim.execute(plan, rows, computed), garble=lambda: self._break(plan))
             self.broken = sim.scheduler.in_flight.newest
         else:
-            made = Late(sim.execute(plan, rows))
+            made = Late(sim.execute(plan, rows, computed))
             if any(other is self.broken for other in sim.scheduler.in_flight):
                 made.made.tokens[:] += 1
                 self._garble(plan)
         result = made.made
         if plan.sampling is not None:
-            self.sampled = result.tokens[:, 0]
+            self.sampled, self.last = result.tokens[:, 0], result
         return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
+
+    def _search(self, plan: StepPlan, rows: list[Row]) -> tuple[StepPlan, list[Row]]:
+        """The plan with the beams that go on, found by plain loops, and what its rows compute."""
+        searches, before, size = plan.searches, self.last, self.sim.size
+        assert searches is not None
+        assert before is not None
+        is_broken = any(other is self.broken for other in self.sim.scheduler.in_flight)
+        computed, first, copies = list(rows), 0, plan.copies.tolist()
+        plan = replace(plan, token_ids=plan.token_ids.copy(), slots=plan.slots.copy())
+        tables = plan.block_tables.copy()
+        for number, row in enumerate(searches.rows.tolist()):
+            self.sim.ahead["searches ahead"] += 1
+            width, place, column = (int(part[number]) for part in (searches.widths, searches.places, searches.columns))
+            stops = searches.stop_ids[searches.stops[number] : searches.stops[number + 1]].tolist()
+            found = []
+            for beam in range(width):
+                for token, score in zip(before.tokens[place + beam], before.scores[place + beam], strict=True):
+                    if score > -np.inf and token not in stops:
+                        total = float(np.float32(searches.scores[first + beam]) + score)
+                        # What is behind a broken step may choose anything.
+                        found.append((total if is_broken else -total, len(found), beam, int(token)))
+            live = [one[2:] for one in sorted(found)][:width]
+            live += [(0, 0)] * (width - len(live))
+            for beam, (parent, token) in enumerate(live):
+                table = plan.block_tables[row + parent].copy()
+                own = int(searches.pages[first + beam])
+                if searches.fresh[number]:
+                    assert table[column] == 0
+                    table[column] = own
+                    self.sim.ahead["new pages ahead"] += 1
+                elif parent in [other for other, _ in live[:beam]]:
+                    copies.append([int(table[column]), own])
+                    table[column] = own
+                    self.sim.ahead["beams that parted ahead"] += 1
+                tables[row + beam] = table
+                at = int(plan.query_start[row + beam])
+                plan.token_ids[at] = token
+                plan.slots[at] = table[column] * size + plan.positions[at] % size
+                group = rows[row + beam].group
+                sequence = group.sequences[parent].gone_on(group.request.decoding, token)
+                computed[row + beam] = replace(rows[row + beam], sequence=sequence, num_releases=0)
+            first += width
+        return replace(plan, block_tables=tables, copies=np.array(copies, np.int32).reshape(-1, 2)), computed
+
+    def compare(self) -> None:
+        """What was chosen here, the host has found, too, where it has the answer that it depends on."""
+        for step, plan in self.chosen.items():
+            broken = any(other is self.broken for other in self.sim.scheduler.in_flight)
+            if step not in self.sim.scheduler.in_flight or step.plan is None or broken:
+                continue
+            assert plan.searches is not None
+            rows = [row + beam for row, width in zip(plan.searches.rows, plan.searches.widths, strict=True)
+                    for beam in range(width)]  # fmt: skip
+            for i in rows:
+                row = step.rows[i]
+                if row.is_void or row.group in step.searches:
+                    continue
+                first = self.sim._first_seen(row.start) // self.sim.size
+                table = row.sequence.table.tolist()
+                assert plan.block_tables[i, first : len(table)].tolist() == table[first:]
+                assert plan.token_ids[plan.query_start[i]] == row.sequence.tokens[row.start]
+                self.sim.ahead["as the host found"] += 1
+        self.chosen = {step: plan for step, plan in self.chosen.items() if step in self.sim.scheduler.in_flight}
 
     def forget(self) -> None:
         """The broken step is over."""
@@ -136,7 +206,7 @@ class AheadRunner:
             raise Broken
         result = self.sim.execute(plan, rows)
         if plan.sampling is not None:
-            self.sampled = result.tokens[:, 0]
+            self.sampled, self.last = result.tokens[:, 0], result
         self.written.update([] if plan.encoder is None else plan.encoder.slots.tolist())
         return PendingStep(candidates=result)
 
@@ -156,6 +226,7 @@ class AheadSimulator(Simulator):
         self.stepping = Stepping(self.scheduler, self.runner, None, depth=depth)
         scheduler, steps = self.scheduler, self.scheduler.in_flight
         schedule, ahead, end, plan_again = scheduler.schedule, scheduler.schedule_ahead, steps.end, steps.plan
+        take_search = steps.take_search
 
         def planned_ahead(limit: Any) -> StepPlan | None:
             plan = self._planned(ahead, ahead=True)
@@ -174,12 +245,20 @@ class AheadSimulator(Simulator):
             plan = plan_again(step)
             self.ahead["planned again"] += not step.is_part
             assert plan.sources is None
+            assert plan.searches is None
             return plan
+
+        def taken(group: SequenceGroup) -> Any:
+            found = take_search(group)
+            assert group.beam is not None
+            self.ahead["searches for nothing"] += found is not None and len(group.sequences) < group.beam.num_beams
+            return found
 
         scheduler.schedule = lambda limit: self._planned(schedule)  # type: ignore[method-assign, assignment, misc]
         scheduler.schedule_ahead = planned_ahead  # type: ignore[method-assign, assignment]
         steps.end = ended  # type: ignore[method-assign]
         steps.plan = planned_again  # type: ignore[method-assign]
+        steps.take_search = taken  # type: ignore[method-assign]
 
     def __enter__(self) -> AheadSimulator:
         super().__enter__()
@@ -196,6 +275,7 @@ class AheadSimulator(Simulator):
             raise self.runner.violations[0]
         self._deliver(deltas)
         self.check()
+        self.runner.compare()
         return deltas
 
     def fail(self) -> list[RequestDelta]:

@@ -23,8 +23,9 @@ def copy_kernel(memory, begins, sizes, copies, BLOCK: tl.constexpr):
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first = memory + tl.load(begins + tensor)
     source, target = tl.load(pair).to(tl.int64), tl.load(pair + 1).to(tl.int64)
-    words = tl.load(first + source * size + at, mask=at < size)
-    tl.store(first + target * size + at, words, mask=at < size)
+    wanted = (at < size) & (source != target)
+    words = tl.load(first + source * size + at, mask=wanted)
+    tl.store(first + target * size + at, words, mask=wanted)
 
 
 class PageCopier:
@@ -47,6 +48,7 @@ class PageCopier:
         self._parts = triton.cdiv(max(sizes) // width, _BLOCK)
 
     def copy(self, copies: Tensor) -> None:
-        """Copy pages [C, 2] int32 (source, target); no page is the target of one copy and the source of another."""
+        """Copy pages [C, 2] int32 (source, target), of two equal numbers nothing; no page is the target of one copy
+        and the source of another."""
         grid = (len(copies), len(self._begins), self._parts)
         copy_kernel[grid](self._memory, self._begins, self._sizes, copies, BLOCK=_BLOCK)
