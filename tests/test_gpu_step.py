@@ -70,7 +70,7 @@ def test_beams_that_run_ahead(recorded: str, checkpoint: Callable[[str], Any], m
     jobs = [
         Job(prompt(4, 3), beams(3, 6, ignore_eos=True)),
         Job(prompt(5, 2), greedy(5)),
-        Job(prompt(7, 15), beams(2, 2)),
+        Job(prompt(7, 20), beams(2, 2)),
     ]
     settings = SETTINGS | {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 8, "max_model_len": 24}
     for ahead in (False, True):

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("a GPU is here, which does all that itself", allow_module_level=True)
 
-from support.driving import Job, make_engine, run, run_alone
+from support.driving import Job, make_engine, run, run_alone, watching
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.late_device import LateDevice, late_device
 
@@ -195,5 +195,35 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
             assert graphs.num_replayed + prompts > graphs.sampling.num_replayed > graphs.sampling.num_sent
             assert engine.stats().num_steps_ahead > 2
             assert torch.cuda.current_device() == 0
+        finally:
+            engine.close()
+
+
+def test_beams_go_on_without_a_wait(checkpoint: Callable[[str], Any]) -> None:
+    """A crowd of searches, whose pages begin and part: what they go on with is chosen, copied and put in order between
+    launches, in steps that are recorded and in ones that are not."""
+    path: Path = checkpoint(CHECKPOINT).path
+    jobs = [
+        Job(prompt(1, 7), beams(3, 5, ignore_eos=True)),
+        Job(prompt(2, 3), beams(2, 6)),
+        Job(prompt(3, 2), greedy(6)),
+        Job(prompt(4, 9), beams(2, 4, length_penalty=0.0, early_stopping=True)),
+    ]
+    settings = SETTINGS | {"max_num_seqs": 8, "block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 16}
+    plain = make_engine(path, **settings)
+    expected = run_alone(plain, jobs)
+    plain.close()
+    with late_device() as device:
+        engine = make_engine(path, **settings, device=str(CUDA))
+        try:
+            device.waited.clear()
+            with watching(engine) as plans:
+                assert run(engine, jobs) == expected
+            assert device.waited == []
+            searches = [plan.searches for plan in plans if plan.searches is not None]
+            assert len(searches) > 3
+            assert any(one.fresh.any() for one in searches)
+            assert not all(one.fresh.all() for one in searches)
+            assert engine.stats().num_page_copies > 3
         finally:
             engine.close()
