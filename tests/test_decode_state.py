@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.execution.decode_state import DecodeState
 from engine.interface.request import Decoding, Request
 from engine.scheduling.batch import build_plan
-from engine.scheduling.plan import CrossRows, StepPlan
+from engine.scheduling.plan import CrossRows, Searches, StepPlan
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
@@ -113,3 +113,29 @@ def test_many_differences_go_in_several_uploads() -> None:
     state.load(plan)
     assert np.array_equal(state.inputs(rows).tables.numpy(), plan.block_tables)
     assert state.num_uploaded > 4096
+
+
+def test_tables_that_the_device_has_exchanged_are_sent_where_they_differ() -> None:
+    """Beams have their first page in common. What the next plan wants is there, whatever order they were put into."""
+    for order in ([0, 1, 2], [1, 1, 0], [2, 0, 0]):
+        state = DecodeState(8, BLOCKS, MEMORY_BLOCKS, CPU)
+        plan = plan_of([9] * 4, [[50, 51, 52], [3, 10, 11], [3, 12, 13], [3, 10, 14]], [1] * 4, [0, 1, 2, 3])
+        state.load(plan)
+        numbers = np.array([1], dtype=np.int32)
+        empty = np.zeros(0, dtype=np.int32)
+        searches = Searches(
+            rows=numbers, places=numbers, widths=3 * numbers, candidates=6 * numbers, columns=2 * numbers,
+            fresh=numbers > 1, scores=np.zeros(3, np.float32), pages=np.zeros(3, np.int32), stop_ids=empty,
+            stops=np.zeros(2, np.int32),
+        )  # fmt: skip
+        state.tables[1:4] = state.tables[1:4][order]
+        state.tables[1:4, 2] = torch.tensor([21, 22, 23])
+        state.exchanged(searches)
+        before = state.num_uploaded
+        tables = plan.block_tables.copy()
+        tables[1:4] = tables[1:4][order]
+        tables[1:4, 2] = 21, 22, 23
+        wanted = replace(plan, block_tables=tables)
+        state.load(wanted)
+        check(state, wanted, 8)
+        assert state.num_uploaded - before == 6, "two columns of three rows"

@@ -200,8 +200,8 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
 
 
 def test_beams_go_on_without_a_wait(checkpoint: Callable[[str], Any]) -> None:
-    """A crowd of searches, whose pages begin and part: what they go on with is chosen, copied and put in order between
-    launches, in steps that are recorded and in ones that are not."""
+    """A crowd of searches, whose pages begin and part: what they go on with is chosen, copied and put in order without
+    the host."""
     path: Path = checkpoint(CHECKPOINT).path
     jobs = [
         Job(prompt(1, 7), beams(3, 5, ignore_eos=True)),
