@@ -80,9 +80,10 @@ def _apart(x: Tensor) -> Tensor:
 tiled = cases(st.one_of(st.integers(1, 5).map(lambda n: 32 * n), st.sampled_from([768, 800, 1600])))
 
 
-def _assert_sums(found: Tensor, case: Case, x: Tensor, weight: Tensor, steps: int) -> None:
-    """Within what `steps` roundings to float32 of sums of x @ weight.T (float64) may make, and the last one."""
-    wanted, magnitude = x @ weight.T, x.abs() @ weight.abs().T
+def _assert_sums(found: Tensor, case: Case, x: Tensor, weight: Tensor, steps: int, added: Tensor | None = None) -> None:
+    """Within what `steps` roundings to float32 of sums of x @ weight.T (float64) may make, and the last one. `added`:
+    how large the parts of each weight are together that are multiplied apart."""
+    wanted, magnitude = x @ weight.T, x.abs() @ (weight.abs() if added is None else added).T
     if case.bias is not None:
         wanted, magnitude = wanted + case.bias.double(), magnitude + case.bias.double().abs()
     bound = steps * FLOAT32 / (1 - steps * FLOAT32) * magnitude
@@ -283,7 +284,11 @@ def test_weights_with_scales_for_groups(isa: str, bits: int, case: Case) -> None
     groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
     integers, scales = _quantised_rows(groups)
     x = (integers * scales.double()[:, None]).view(rows, -1)[:, :inputs]
-    _assert_sums(found, case, x, made.dense().double(), made.scales.shape[1] + 4)
+    weight, added = made.dense().double(), None
+    if bits == 4:
+        minima = made.scales[..., 1].double().repeat_interleave(GROUP, 1)[:, :inputs]
+        added = (weight - minima).abs() + minima.abs()
+    _assert_sums(found, case, x, weight, made.scales.shape[1] * (8 // bits) + 4, added)
 
 
 PACKERS = {
