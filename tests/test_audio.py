@@ -56,6 +56,16 @@ def test_languages_are_those_of_transformers() -> None:
     assert language_name("xx") == language_code("xx") == "xx"
 
 
+def test_windows_beside_each_other_have_the_features_of_each() -> None:
+    generator = np.random.default_rng(0)
+    windows = [generator.normal(size=size).astype(np.float32) for size in (480_000, 1000, 90_000, 480_000, 7, 0)]
+    found = LogMel().features_of_all(windows)
+    for features, window in zip(found, windows, strict=True):
+        np.testing.assert_array_equal(features, LogMel().features(window))
+    with pytest.raises(ValueError, match="at most 480000 samples, got 480001"):
+        LogMel().features_of_all([windows[1], np.zeros(480_001, np.float32)])
+
+
 def test_silence_has_features() -> None:
     expected = WhisperFeatureExtractor()(np.zeros(100, np.float32), sampling_rate=16_000, return_tensors="np")
     np.testing.assert_allclose(LogMel().features(np.zeros(100, np.float32)), expected.input_features[0], atol=1e-5)

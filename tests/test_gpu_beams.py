@@ -218,6 +218,9 @@ def test_candidates_of_all_sizes_are_compiled_before_they_are_needed() -> None:
         with mock.patch.object(beams.go_on_kernel, "run", wraps=beams.go_on_kernel.run) as launches:
             BeamsOnDevice(sampled).warm()
         assert [call.kwargs["BEAMS"] for call in launches.call_args_list] == list(WIDTHS)
+        tensors = [value for call in launches.call_args_list for value in call.args if isinstance(value, torch.Tensor)]
+        assert len(tensors) == 8 * len(WIDTHS)
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors), "as they are later, for what is compiled"
 
 
 @pytest.mark.slow

@@ -86,6 +86,13 @@ def test_beams_that_run_ahead(recorded: str, checkpoint: Callable[[str], Any], m
                 with watching(engine) as plans:
                     outputs.append(finish(engine))
                 searches = sum(plan.searches is not None for plan in plans)
+                runner = engine.runner
+                assert device.type != "cpu" or bool(runner.graphs and runner.graphs.num_replayed) == (
+                    recorded != "nothing"
+                )
+                assert device.type != "cpu" or bool(runner.prompt_graphs and runner.prompt_graphs.num_replayed) == (
+                    recorded == "all"
+                )
                 beside = sum(plan.searches is not None and plan.num_tokens > plan.num_rows for plan in plans)
             finally:
                 engine.close()

@@ -30,8 +30,8 @@ def faults(engine: Engine, fault: Callable[[StepPlan], None]) -> Iterator[list[S
     raised: list[StepPlan] = []
     forward = engine.runner._forward
 
-    def broken(plan: StepPlan) -> torch.Tensor:
-        hidden = forward(plan)  # so that pages are written before it fails
+    def broken(plan: StepPlan, *others: Any) -> torch.Tensor:
+        hidden = forward(plan, *others)  # so that pages are written before it fails
         try:
             fault(plan)
         except BaseException:
@@ -187,9 +187,9 @@ def test_a_model_that_overflows_fails_the_requests_that_overflow(
     compute, forward = layer.forward, one.runner._forward
     now: list[StepPlan] = []
 
-    def remember(plan: StepPlan) -> torch.Tensor:
+    def remember(plan: StepPlan, *others: Any) -> torch.Tensor:
         now[:] = [plan]
-        return forward(plan)
+        return forward(plan, *others)
 
     def overflow(x: torch.Tensor) -> torch.Tensor:
         y = compute(x)

@@ -374,6 +374,38 @@ def test_threads_that_share_a_row_change_no_bit(
 
 
 @each_isa
+@pytest.mark.parametrize("how", [{"causal": False}, {}, {"window": Window(700)}], ids=str)
+@pytest.mark.parametrize(("dtype", "pages"), [(torch.float32, torch.float32), (torch.bfloat16, torch.int8)])
+def test_large_tiles_change_no_bit(
+    isa: str, dtype: torch.dtype, pages: torch.dtype, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles grow with the number of queries and with the core's cache, and threads share them."""
+    causal = how.get("causal", True)
+    row = make_row(1, 1200, 6, 3, 40, torch.float32)
+    kv = stored(paged([row]), pages)
+    tiles = []
+
+    def attend(queries: int) -> Tensor:
+        q, metadata = batch([row], [queries], causal, dtype)
+        result = NativeAttention().attend(q, kv, metadata, scale=0.16, **how)
+        (prepared,) = metadata.cache.values()
+        tiles.append(prepared.call.tile)
+        return result
+
+    with kernels_of(isa, 1):
+        few = attend(70)
+    for cache, threads in itertools.product((0, 1 << 18, 4 << 20), (1, 2, 3)):
+        monkeypatch.setattr("engine.backends.native.attention.core_cache", lambda cache=cache: cache)
+        with kernels_of(isa, threads):
+            many = attend(1200)
+        assert torch.equal(many[-70:] if causal else many[:70], few)
+    assert tiles[0] == 96
+    assert tiles[1] == 384
+    assert tiles[-3] == 768
+    assert 96 < tiles[-1] <= 300  # eight for each thread
+
+
+@each_isa
 def test_beams_that_read_as_one_row_equal_beams_apart(isa: str) -> None:
     row = make_row(0, 300, 3, 3, 64, torch.float32)
     with kernels_of(isa):

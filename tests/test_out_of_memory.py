@@ -265,12 +265,12 @@ def test_a_state_that_was_sent_in_part(engines: Callable[..., Engine]) -> None:
         send(places[::2], values[::2])
         raise torch.OutOfMemoryError(MESSAGE)
 
-    def run_graph(plan: StepPlan) -> torch.Tensor:
+    def run_graph(plan: StepPlan, *others: Any) -> torch.Tensor:
         nonlocal broken
         breaks = plan.num_rows > 1 and rng.random() < 0.3
         broken += breaks
         graphs.state._sender.send = interrupted if breaks else send  # type: ignore[method-assign]
-        return replay(plan)
+        return replay(plan, *others)
 
     graphs.run = run_graph  # type: ignore[method-assign]
     with forgetful():

@@ -20,7 +20,7 @@ from support.jobs import CHECKPOINT, MIXED
 from engine import ConfigError, Engine, EngineConfig
 from engine.backends import native
 from engine.host import cpus
-from engine.host.cpus import choose_threads, cpu_share, num_cores
+from engine.host.cpus import choose_threads, core_cache, cpu_share, num_cores
 from engine.process import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +70,17 @@ def test_a_containers_share_of_cpus(listing: str, files: dict[str, str], share: 
         (tmp_path / name).write_text(text)
     (tmp_path / "listing").write_text(listing)
     assert cpu_share(tmp_path, tmp_path / "listing") == (float("inf") if share is None else share)
+
+
+@pytest.mark.parametrize(("size", "found"), [("2048K", 2 << 20), ("", 0), ("many", 0)])
+def test_the_cache_of_a_core(size: str, found: int, tmp_path: Path) -> None:
+    for number, (level, text) in enumerate((("1", "48K"), ("2", size), ("3", "260096K"))):
+        folder = tmp_path / "cpu0" / "cache" / f"index{number}"
+        folder.mkdir(parents=True)
+        (folder / "level").write_text(level + "\n")
+        (folder / "size").write_text(text + "\n")
+    assert core_cache(tmp_path) == found
+    assert core_cache(tmp_path / "nothing") == 0
 
 
 def test_cores(machine: Path) -> None:

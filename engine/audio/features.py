@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from engine.errors import ModelLoadError
 
 _FILE = "preprocessor_config.json"
 _LEAST = 1e-10  # power, below which a logarithm is not taken
+_AT_ONCE = 4  # windows, each of which takes 33 MB while it is computed
 _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
 
 
@@ -81,7 +81,7 @@ class LogMel:
         Raises:
             ValueError: one is longer than a window.
         """
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             return list(pool.map(self.features, windows))
 
 

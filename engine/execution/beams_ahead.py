@@ -133,9 +133,10 @@ class BeamsOnDevice:
         device = self._sampled.device
         numbers = np.zeros(beams.FIELDS + 2, dtype=np.int32)
         numbers[[2, 3, 7, 8, 9, 10]] = 1, 1, beams.FIELDS, beams.FIELDS + 1, 0, 0
-        tokens, tables = torch.zeros(2, 1, 1, dtype=torch.int32, device=device)
-        found = self._places, self._pairs, self._pages
+        # Triton compiles anew for addresses that are no multiples of 16: each has memory of its own, as it will have.
+        tokens, tables = (torch.zeros(1, 1, dtype=torch.int32, device=device) for _ in range(2))
         scores = torch.zeros(1, 1, dtype=torch.float32, device=device)
+        found = self._places, self._pairs, self._pages
         for width in beams.WIDTHS:
             beams.go_on(tokens, scores, self._numbers.fill(numbers), tables, self._sampled, found, 1, width)
 

@@ -136,8 +136,8 @@ class KVCache:
     def copy_found_pages(self, copies: Tensor) -> None:
         """Copy pages [C, 2] int32 (source, target) that a GPU has found itself; of two equal numbers nothing. No page
         is the target of one copy and the source of another."""
-        if self._gpu_copier is not None:
-            self._gpu_copier.copy(copies)
+        assert self._gpu_copier is not None
+        self._gpu_copier.copy(copies)
 
     def clear_scratch(self, blocks: int = 1) -> None:
         """Make block 0 zero again after it was written, or the first blocks (`engine.execution.warmup`)."""

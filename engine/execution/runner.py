@@ -163,16 +163,12 @@ class ModelRunner:
         if recorded is None and self.prompt_graphs is not None and self.prompt_graphs.serves(plan):
             recorded = self.prompt_graphs
         kept = KeptQueries(plan) if plan.pooling and plan.pooling[0].pooling.alignment is not None else None
-        if search is not None:
-            hidden = (
-                self._forward(plan, kept, search)
-                if recorded is None or kept is not None
-                else recorded.run(plan, search)
-            )
-        elif kept is not None:
-            hidden = self._forward(plan, kept)
+        if kept is None and recorded is not None:
+            hidden = recorded.run(plan, search)
+        elif plan.unchunked:
+            hidden = self._read(plan, self.model)
         else:
-            hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
+            hidden = self._forward(plan, kept, search)
         candidates: StepResult | LateResult | None = None
         sampling = None
         if plan.sampling is not None:
@@ -265,9 +261,6 @@ class ModelRunner:
         self._candidates = samples = self._sampler.sample(logits, batch)  # which leaves them there itself
         samples.fetch()
         return samples
-
-    def _hidden(self, plan: StepPlan) -> Tensor:
-        return self._read(plan, self.model) if plan.unchunked else self._forward(plan)
 
     def _pool_both(self, plan: StepPlan) -> tuple[PooledRow, ...]:
         """What is asked for of inputs some of which are signals: those the model's twin reads."""

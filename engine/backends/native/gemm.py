@@ -58,7 +58,7 @@ _QUANTISE = {
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
-_TRIED_SIZE, _TRIED_ROWS, _TRIES = 1024, 64, 5  # of a product that is measured
+_TRIED_SIZE, _TRIED_ROWS, _TRIED_MATRICES, _TRIES = 2048, 16, 3, 5  # of products that are measured
 _UNIT = 4  # integers that an instruction multiplies and adds up
 _ALIGNED = 64
 _THREADS = os.cpu_count() or 1
@@ -266,15 +266,17 @@ def _goes_by_tiles(bits: Literal["int8", "int4"], wanted: bool | None) -> bool:
 
 @functools.cache
 def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
-    """Some milliseconds of products of a matrix that a core's caches hold: what is compared is arithmetic."""
-    pack = pack_int8 if bits == "int8" else pack_int4
-    weight, x = torch.ones(_TRIED_SIZE, _TRIED_SIZE), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
-    ways = [pack(weight, amx=amx) for amx in (True, False)]
+    """Some milliseconds of products of the fewest rows that go by tiles. They go through matrices one after the other,
+    more than a core's caches hold, as the layers of a model do."""
+    quantise, pack = (quantise_int8, pack_int8) if bits == "int8" else (quantise_int4, pack_int4)
+    made, x = quantise(torch.ones(_TRIED_SIZE, _TRIED_SIZE)), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
+    ways = [[pack(made, amx=amx) for _ in range(_TRIED_MATRICES)] for amx in (True, False)]
     best = [float("inf"), float("inf")]
     for _ in range(_TRIES):
-        for way, packed in enumerate(ways):
+        for way, matrices in enumerate(ways):
             begun = time.perf_counter()
-            matmul(packed, x)
+            for packed in matrices:
+                matmul(packed, x)
             best[way] = min(best[way], time.perf_counter() - begun)
     tiles, vectors = (seconds * 1e6 for seconds in best)
     message = "%s: %d rows take %.0f us by matrix tiles, %.0f us by vectors; the faster way is taken for many rows"

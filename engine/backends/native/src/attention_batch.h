@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t TILE = 96, LARGE_TILE = 384, LARGEST_TILE = 768, TILES_EACH = 8;
 // What packing a key costs, in queries that are computed with it, and what reading it where it lies does.
 constexpr int64_t LOADING = 12, READING = 4;
-// How much of a chunk is fetched ahead: at least so much, at most half of the cache that each core has for itself.
+// How much of a chunk is fetched ahead: half of the cache that each core has for itself, and at least so much.
 constexpr int64_t AHEAD_BYTES = 1 << 18;
 // Distances between a tile's queries and the keys of a chunk, rounded up to whole vectors.
 constexpr int64_t DISTANCES = TILE + CHUNK;
