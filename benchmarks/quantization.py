@@ -7,7 +7,12 @@ logits lie apart, and the perplexity of the text. `int4, head int4` is what `--q
 vocabulary's matrix, which has 8 bits, had 4 as well. `q8_0` and `q4_0` are llama.cpp's formats, computed here in
 float32 from weights and activations that were rounded as they round them (q4_0 with the vocabulary's matrix in q8_0).
 
+Where llama.cpp is installed as a peer (benchmarks/README.md says how), its own quantiser writes both models as GGUF
+files, and llama.cpp and Octavo read these: the same tokens at the same positions, KV caches of float32 in both, so that
+weights and products are all that differ. Octavo widens a file's weights or has them `stored`.
+
     python benchmarks/quantization.py
+    python benchmarks/quantization.py --peers-dir PEERS
 """
 
 from __future__ import annotations
@@ -15,28 +20,36 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kv_cache_dtype import TRAINED, tell_stories
 from offline import ROOT, machine
+from peers import process
+from peers.engines import Files
 from torch import Tensor
 
 from engine import LLM, SamplingParams
 from engine.backends import native
 from engine.model import layers
 from engine.model.experts import ExpertMatrices
+from engine.model.gguf.container import read_gguf
 from engine.model.layers import Linear
 from engine.model.packing import PackedProduct
 from engine.model.transformer import Transformer
 
 CASES = ("float32", "bfloat16", "int8", "q8_0", "int8-fast", "int4", "q4_0", "int4, head int4")
+FILES = ("f32", "q8_0", "q4_0", "q4_k_m")
 CHAT = ROOT / "server" / "demo" / "chat"
+MODELS = {"stories260k": TRAINED, "chat": CHAT}
 FIRST = {TRAINED: 1, CHAT: 0}
 """The token that the models' texts begin with."""
 GROUP = 32
@@ -83,10 +96,14 @@ def head_like_the_rest() -> Iterator[None]:
 
 
 def open_model(model: Path, case: str) -> LLM:
-    """A trained model as a case has it."""
+    """A trained model as a case has it; of a GGUF file the cases are "widened" and "stored"."""
     kind, _, head = case.partition(", ")
     settings: dict[str, Any] = {"dtype": "bfloat16" if kind == "bfloat16" else "float32"}
     if kind.startswith("int"):
+        settings["quantization"] = kind
+    if kind in ("widened", "stored"):
+        settings["skip_tokenizer_init"] = True  # the files have none
+    if kind == "stored":
         settings["quantization"] = kind
     settings |= {
         "device": "cpu",
@@ -145,34 +162,110 @@ def compare(ours: list[Tensor], exact: list[Tensor], texts: list[list[int]]) -> 
     }
 
 
-def main() -> None:
+class LlamaCpp:
+    """llama.cpp beside Octavo on the GGUF files that its quantiser writes of a model.
+
+    Args:
+        folder: for the files and logs; a folder of its own for each model.
+
+    Attributes:
+        facts: what llama.cpp says of itself.
+    """
+
+    def __init__(self, model: Path, folder: Path, install: process.Install):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.facts: dict[str, Any] = {}
+        self._files = Files(folder, {"llama.cpp": install}, 1, model, "f32")
+        self._worker = process.start("llama.cpp", install, 1, folder)
+
+    def file(self, weights: str) -> Path:
+        """The model in one of FILES."""
+        return self._files.gguf(weights)
+
+    def tensors(self, weights: str) -> dict[str, int]:
+        """How many tensors of that file have each format: what is no whole blocks gets another than was asked for."""
+        return dict(Counter(info.format.name for info in read_gguf(self.file(weights)).tensors.values()))
+
+    def logits(self, weights: str, texts: list[list[int]]) -> list[Tensor]:
+        """As `logits_of` gives them, by llama.cpp without flash attention."""
+        room = max(map(len, texts))
+        settings = {
+            "n_ctx": room, "n_batch": room, "n_ubatch": room, "n_seq_max": 1, "n_threads": 1, "n_threads_batch": 1,
+            "flash_attn_type": "off", "type_k": 0, "type_v": 0,  # GGML_TYPE_F32
+        }  # fmt: skip
+        self.facts = self._worker.ask(op="load", model=str(self.file(weights)), settings=settings)
+        made = self._files.folder / "logits.npy"
+        self._worker.ask(op="logits", texts=texts, file=str(made))
+        return list(torch.from_numpy(np.load(made)).split([len(text) - 1 for text in texts]))
+
+    def rows(self, texts: list[list[int]], exact: list[Tensor]) -> Iterator[dict[str, Any]]:
+        """How each reader of each file differs from float32."""
+        for weights in FILES:
+            yield {"file": weights, "reader": "llama.cpp"} | compare(self.logits(weights, texts), exact, texts)
+            for case in ("widened", "stored") if weights != "f32" else ("widened",):
+                found = compare(logits_of(self.file(weights), case, texts), exact, texts)
+                yield {"file": weights, "reader": f"octavo, {case}"} | found
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark; the result as it is written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=int, default=16, help="of each kind")
     parser.add_argument("--length", type=int, default=255, help="tokens of a story")
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="has llama.cpp in a folder so named")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "quantization.json")
-    options = parser.parse_args()
-    if not TRAINED.is_dir():
+    options = parser.parse_args(arguments)
+    if "stories260k" in options.models and not TRAINED.is_dir():
         parser.error(f"there is no trained model at {TRAINED}")
-    rows = []
-    for model, first in FIRST.items():
-        stories = tell_stories(options.stories, options.length, model, first)
-        for name, texts in stories.items():
-            exact = logits_of(model, "float32", texts)
-            for case in CASES:
-                found = compare(logits_of(model, case, texts), exact, texts)
-                row = {"model": "chat" if model == CHAT else "stories260k", "text": name, "weights": case, **found}
-                print(row, flush=True)
-                rows.append(row)
+    install = process.find("llama.cpp", options.peers_dir)
+    if install is None:
+        print("llama.cpp is left out: it is not installed (see benchmarks/README.md)", flush=True)
+    rows: list[dict[str, Any]] = []
+    files: list[dict[str, Any]] = []
+    formats: dict[str, dict[str, Any]] = {}
+    facts: dict[str, Any] = {}
+    for named in options.models:
+        model = MODELS[named]
+        stories = tell_stories(options.stories, options.length, model, FIRST[model])
+        with tempfile.TemporaryDirectory() as folder:
+            peer = None if install is None else LlamaCpp(model, Path(folder), install)
+            try:
+                for name, texts in stories.items():
+                    exact = logits_of(model, "float32", texts)
+                    for case in options.cases:
+                        found = compare(logits_of(model, case, texts), exact, texts)
+                        rows.append({"model": named, "text": name, "weights": case, **found})
+                        print(rows[-1], flush=True)
+                    for row in peer.rows(texts, exact) if peer else ():
+                        files.append({"model": named, "text": name, **row})
+                        print(files[-1], flush=True)
+                if peer:
+                    formats[named] = {weights: peer.tensors(weights) for weights in FILES}
+                    facts = peer.facts
+            finally:
+                if peer:
+                    peer.close()
     library = native.current()
     result = {
         "benchmark": "quantization",
         "machine": machine(),
         "kernels": None if library is None else library.isa,
         "results": rows,
+        "files": files,
+        "tensors_of_files": formats,
+        "llama.cpp": facts,
+        "not_installed": [] if install else ["llama.cpp"],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {options.output}")
+    return result
 
 
 if __name__ == "__main__":

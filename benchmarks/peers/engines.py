@@ -69,18 +69,24 @@ class Files:
     """One checkpoint in every peer's format; conversions are made when they are first asked for.
 
     Args:
-        folder: holds the checkpoint under hf/.
+        folder: for what is made.
+        checkpoint: the `transformers` checkpoint; None: it lies in the folder, under hf/.
+        plain: the format that llama.cpp's quantiser reads, bf16 or f32.
     """
 
-    def __init__(self, folder: Path, installs: Mapping[str, Install], threads: int):
+    def __init__(
+        self,
+        folder: Path,
+        installs: Mapping[str, Install],
+        threads: int,
+        checkpoint: Path | None = None,
+        plain: str = "bf16",
+    ):
         self.folder = folder
+        self.checkpoint = checkpoint or folder / "hf"
         self._installs = installs
         self._threads = threads
-
-    @property
-    def checkpoint(self) -> Path:
-        """The `transformers` checkpoint."""
-        return self.folder / "hf"
+        self._plain = plain
 
     def openvino(self, weights: str) -> Path:
         """The IR with weights of bf16 or int8."""
@@ -90,10 +96,11 @@ class Files:
         return folder
 
     def gguf(self, weights: str) -> Path:
-        """The GGUF file with weights of bf16, q8_0, q4_0 or q4_k_m."""
+        """The GGUF file with weights of the plain format, q8_0, q4_0 or q4_k_m."""
         file = self.folder / f"{weights}.gguf"
         if not file.exists():
-            self._convert("llama.cpp", model=str(self.checkpoint), file=str(file), weights=weights)
+            order = {"model": str(self.checkpoint), "file": str(file), "plain": self._plain}
+            self._convert("llama.cpp", **order, weights=weights)
         return file
 
     def stored(self, method: str) -> Path:

@@ -3,8 +3,9 @@
     python llama_cpp_worker.py
 
 Orders as in `octavo_worker.py`; settings are those of `llama_context_params`. {"op": "convert", "model": folder,
-"file": where to, "weights": "bf16", "q8_0", "q4_0" or "q4_k_m"} writes a GGUF file, and llama.cpp's own quantiser the
-smaller ones.
+"file": where to, "weights": "bf16", "f32", "q8_0", "q4_0" or "q4_k_m", "plain": "bf16" or "f32"} writes a GGUF file,
+and llama.cpp's own quantiser the smaller ones from the plain one. {"op": "logits", "texts": token ids, "file": where
+to} writes logits [tokens of all texts but each one's last, vocabulary] as float32, by numpy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from protocol import serve
 
 FLASH_ATTENTION = {"off": 0, "on": 1}
+KINDS = {"BF16": np.uint16, "F32": np.float32}
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -40,21 +42,21 @@ _loaded: dict[str, Any] = {}
 # ---------------------------------------------------------------- conversion
 
 
-def convert(model: str, file: str, weights: str) -> dict[str, Any]:
-    """Write the checkpoint in bfloat16, or quantise the file that holds it so already."""
-    plain = Path(file).with_name("bf16.gguf")
-    if not plain.exists():
-        _write(Path(model), plain)
-    if weights != "bf16":
+def convert(model: str, file: str, weights: str, plain: str = "bf16") -> dict[str, Any]:
+    """Write the checkpoint as it is in the plain format, or quantise the file that holds it so already."""
+    source = Path(file).with_name(f"{plain}.gguf")
+    if not source.exists():
+        _write(Path(model), source, plain)
+    if weights != plain:
         params = api.llama_model_quantize_default_params()
         params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{weights.upper()}")
-        if api.llama_model_quantize(str(plain).encode(), file.encode(), ctypes.byref(params)):
-            raise RuntimeError(f"llama.cpp could not quantise {plain} to {weights}")
+        if api.llama_model_quantize(str(source).encode(), file.encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp could not quantise {source} to {weights}")
     return {"bytes": Path(file).stat().st_size}
 
 
-def _write(model: Path, file: Path) -> None:
-    """A LLaMA checkpoint of one bfloat16 file, with its byte-level tokenizer."""
+def _write(model: Path, file: Path, plain: str) -> None:
+    """A LLaMA checkpoint of one file: in bfloat16 with its byte-level tokenizer, in float32 without any."""
     config = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
@@ -70,15 +72,22 @@ def _write(model: Path, file: Path) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     writer.add_rope_dimension_count(size)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    _write_tokenizer(writer, model)
-    for name, bits in _tensors(model / "model.safetensors"):
+    if plain == "bf16":
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+        _write_tokenizer(writer, model)
+    else:
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        writer.add_tokenizer_model("no_vocab")
+    for name, dtype, stored in _tensors(model / "model.safetensors"):
         if name.endswith("q_proj.weight") or name.endswith("k_proj.weight"):
-            bits = _interleaved(bits, heads if "q_proj" in name else kv_heads)
-        if bits.ndim == 1:
-            writer.add_tensor(_gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            stored = _interleaved(stored, heads if "q_proj" in name else kv_heads)
+        if plain == "f32" or stored.ndim == 1:
+            wide = stored if dtype == "F32" else (stored.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(_gguf_name(name), wide)
+        elif dtype == "BF16":
+            writer.add_tensor(_gguf_name(name), stored.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
-            writer.add_tensor(_gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            raise ValueError(f"{name} is {dtype}, of which no bfloat16 is made here")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,23 +110,25 @@ def _write_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
 
 
 def _tensors(file: Path) -> Any:
-    """Names and bits (uint16) of a bfloat16 safetensors file's tensors; numpy has no bfloat16."""
+    """Names, formats and numbers of a safetensors file's tensors: float32, or bits (uint16) of bfloat16, which numpy
+    does not have."""
     with file.open("rb") as source:
         header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
         start = source.tell()
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            if entry["dtype"] != "BF16":
-                raise ValueError(f"{name} is {entry['dtype']}, and only BF16 is converted")
+            if entry["dtype"] not in KINDS:
+                raise ValueError(f"{name} is {entry['dtype']}, and only {' and '.join(KINDS)} are converted")
             begin, end = entry["data_offsets"]
             source.seek(start + begin)
-            yield name, np.frombuffer(source.read(end - begin), dtype=np.uint16).reshape(entry["shape"])
+            stored = np.frombuffer(source.read(end - begin), dtype=KINDS[entry["dtype"]])
+            yield name, entry["dtype"], stored.reshape(entry["shape"])
 
 
-def _interleaved(bits: np.ndarray, heads: int) -> np.ndarray:
+def _interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows as llama.cpp rotates them: neighbours form a pair, where `transformers` pairs the halves of a head."""
-    return np.ascontiguousarray(bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape))
+    return np.ascontiguousarray(rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape))
 
 
 def _gguf_name(name: str) -> str:
@@ -150,12 +161,13 @@ def load(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"version": version("llama-cpp-python"), "system": api.llama_print_system_info().decode()}
 
 
-def unload() -> None:
+def unload() -> dict[str, Any]:
     """Free what is loaded."""
     if _loaded:
         api.llama_free(_loaded["context"])
         api.llama_model_free(_loaded["model"])
         _loaded.clear()
+    return {}
 
 
 def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[str, Any]:
@@ -198,6 +210,29 @@ def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[s
     return {"seconds": seconds, "tokens": answers}
 
 
+def logits(texts: list[list[int]], file: str) -> dict[str, Any]:
+    """Write what follows each token of the texts but their last ones; a text is one batch, with nothing before it."""
+    context, words = _loaded["context"], _loaded["words"]
+    batch = api.llama_batch_init(_loaded["batch"], 0, 1)
+    found = []
+    try:
+        for text in texts:
+            if len(text) > _loaded["batch"]:
+                raise ValueError(f"a text has {len(text)} tokens, and a batch {_loaded['batch']}")
+            api.llama_memory_clear(api.llama_get_memory(context), False)
+            batch.n_tokens = 0
+            for position, token in enumerate(text):
+                _add(batch, token, position, 0, True)
+            if api.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            rows = np.ctypeslib.as_array(api.llama_get_logits(context), shape=(len(text), words))
+            found.append(rows[:-1].copy())
+    finally:
+        api.llama_batch_free(batch)
+    np.save(file, np.concatenate(found))
+    return {"positions": sum(map(len, found))}
+
+
 def _add(batch: Any, token: int, position: int, sequence: int, output: bool) -> int:
     """Put a token into the batch; its row."""
     row = batch.n_tokens
@@ -211,4 +246,4 @@ def _add(batch: Any, token: int, position: int, sequence: int, output: bool) -> 
 
 
 if __name__ == "__main__":
-    serve({"convert": convert, "load": load, "generate": generate})
+    serve({"convert": convert, "load": load, "unload": unload, "generate": generate, "logits": logits})
