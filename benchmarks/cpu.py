@@ -9,8 +9,9 @@ of medians in this run. Work:
     mixed        8 and 32 requests at once, prompts of 32 to 256 tokens, answers of 32 to 128
     prefill      a prompt of 1024 tokens, one token of an answer
     http         streaming servers, 1, 8 and 32 of the mixed requests at a time
-    gguf         decode, mixed and prefill on the same GGUF files in llama.cpp and Octavo (--quantization stored), and
-                 how long a load takes; a LLaMA shape of 235M parameters
+    gguf         decode, mixed and prefill on the same GGUF files in llama.cpp and Octavo (--quantization stored); a
+                 LLaMA shape of 235M parameters
+    gguf-load    how long both take to load these files: warm, and cold, which is from the disk
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
                  and widened as without it); the same shape
@@ -40,14 +41,17 @@ from pathlib import Path
 from typing import Any
 
 from offline import ROOT, machine
-from peers import cases, engines, goals, process, servers
+from peers import cases, engines, goals, page_cache, process, servers
 from peers.cases import Answers, Measure, Sizes
 from peers.checkpoints import SHAPES, make_encoder_decoder, make_llama
 from peers.engines import Files
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
 
-WORK = ("decode", "mixed", "prefill", "http", "gguf", "gguf-http", "awq", "gptq", "beams", "overhead", "first-token")
+WORK = (
+    "decode", "mixed", "prefill", "http", "gguf", "gguf-load", "gguf-http", "awq", "gptq", "beams", "overhead",
+    "first-token",
+)  # fmt: skip
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -142,8 +146,24 @@ class Run:
         if "llama.cpp" not in self.installs:
             return
         self._stored("gguf", GGUF)
-        with self._engines(self.llama("M"), [name for name in GGUF if name.startswith("octavo")]) as ready:
+
+    def gguf_load(self) -> None:
+        """The same files, with and without the system having them in memory."""
+        if "llama.cpp" not in self.installs:
+            return
+        with self._engines(self.llama("M"), GGUF) as ready:
+            for one in ready:
+                one.settings = one.settings[:1]  # they differ in what is computed, and nothing is
             self._measure("gguf-load", ready, cases.load)
+            if not page_cache.can_evict():
+                print("loads from the disk are left out: only Linux can be told to forget a file", flush=True)
+                return
+            self._measure("gguf-load-cold", ready, cases.load_cold)
+            kept = {one.name: sum(file.stat().st_size for file in one.kept_files()) for one in ready}
+        self.notes["gguf-load-cold"] = {"bytes_of_the_cache_of_quantised_weights": kept}
+        for name, size in kept.items():
+            beside = f" beside {size / 1e6:.1f} MB of weights that it had made smaller" if size else ""
+            print(f"{name} read the GGUF file{beside}", flush=True)
 
     def gguf_http(self) -> None:
         """A file of llama.cpp's in both servers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from support.pages import load
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from peers import cases, checkpoints, engines, goals, process, servers, stored, turns  # noqa: E402
+from peers import cases, checkpoints, engines, goals, page_cache, process, servers, stored, turns  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -302,6 +303,62 @@ def test_settings_of_the_peers(crowd: int) -> None:
     assert pipelines == ({"paged", "stateful"} if crowd == 1 else {"paged"})
     translators = [setting["translator"] for setting in engines.ctranslate2_settings("int8", crowd, 2).values()]
     assert all(one["inter_threads"] * one["intra_threads"] == 2 for one in translators)
+
+
+# ---------------------------------------------------------------- loads from the disk
+
+
+@pytest.mark.skipif(not page_cache.can_evict(), reason="needs Linux")
+def test_a_file_leaves_the_memory_unless_it_is_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(1 << 20))
+    assert page_cache.resident(file) == 1.0, "what was just written is in memory"
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        touched = sum(mapped[page] for page in range(0, len(mapped), mmap.PAGESIZE))
+        assert page_cache.evict([file]) == 1.0
+    assert touched > 0
+    if page_cache.evict([file]) == 1.0:
+        pytest.skip("this file system keeps its files in memory")
+    assert page_cache.resident(file) == 0.0
+    assert len(file.read_bytes()) == 1 << 20
+    assert page_cache.resident(file) == 1.0
+
+
+class Loader:
+    """A worker that notes what it is asked for, and keeps a file of smaller weights at its first load."""
+
+    def __init__(self, kept: Path):
+        self.process, self.orders, self._kept = self, [], kept  # type: ignore[var-annotated]
+        self.pid = os.getpid()
+
+    def ask(self, op: str, **_order: Any) -> dict[str, Any]:
+        self.orders.append(op)
+        if op == "load":
+            self._kept.mkdir(exist_ok=True)
+            (self._kept / "int8-0.safetensors").write_bytes(b"weights")
+        return {}
+
+
+def test_a_cold_load_forgets_the_file_and_what_was_kept_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = tmp_path / "q8_0.gguf", tmp_path / "quantised"
+    model.write_bytes(bytes(4096))
+    worker = Loader(kept)
+    forgotten: list[list[str]] = []
+
+    def evict(files: list[Path]) -> float:
+        assert worker.orders[-1] == "unload", "a file that is mapped stays in memory"
+        forgotten.append([file.name for file in files])
+        return 0.25
+
+    monkeypatch.setattr(engines, "evict", evict)
+    engine = engines.Engine("octavo q8_0", worker, model, {"as stored": {}}, kept)  # type: ignore[arg-type]
+    figures = cases.load_cold(engine)
+    assert figures["in_memory_percent"] == 25
+    assert figures["load_seconds_per_gb"] > 0
+    cases.load_cold(engine)
+    assert forgotten == [["q8_0.gguf"], ["q8_0.gguf", "int8-0.safetensors"]]
+    assert worker.orders == ["unload", "load", "unload"] * 2
+    assert [file.name for file in engine.kept_files()] == ["int8-0.safetensors"]
 
 
 # ---------------------------------------------------------------- a run

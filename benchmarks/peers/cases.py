@@ -124,6 +124,12 @@ def load(engine: Engine) -> Figures:
     return {"load_seconds_per_gb": seconds / size * 1e9}
 
 
+def load_cold(engine: Engine) -> Figures:
+    """The same from the disk, and how much of the files the system had in memory all the same."""
+    seconds, size, share = engine.load_cold(engine.settings[0])
+    return {"load_seconds_per_gb": seconds / size * 1e9, "in_memory_percent": share * 100}
+
+
 def beams(sizes: Sizes, vocab_size: int, answers: Answers) -> Measure:
     """Tokens per second of the best answer of one request with 4 beams; its prompt is part of the time."""
     prompt = tokens(random.Random(3), sizes.beam_prompt, vocab_size)

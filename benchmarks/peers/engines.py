@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import process
+from peers.page_cache import evict
 from peers.process import Install, Worker
 from peers.stored import CONFIGS, write_stored
 
@@ -23,9 +24,17 @@ class Engine:
 
     Args:
         settings: those to choose from, by name.
+        kept: a folder that the engine keeps smaller weights of this model in, for the next load.
     """
 
-    def __init__(self, name: str, worker: Worker, model: Path, settings: Mapping[str, dict[str, Any]]):
+    def __init__(
+        self,
+        name: str,
+        worker: Worker,
+        model: Path,
+        settings: Mapping[str, dict[str, Any]],
+        kept: Path | None = None,
+    ):
         self.name = name
         self.pids = (worker.process.pid,)
         self.settings = tuple(settings)
@@ -33,6 +42,7 @@ class Engine:
         self._worker = worker
         self._model = model
         self._choices = settings
+        self._kept = kept
 
     def prepare(self, setting: str) -> None:
         """Load with a setting."""
@@ -55,6 +65,21 @@ class Engine:
         started = time.perf_counter()
         self.prepare(setting)
         return time.perf_counter() - started, self._model.stat().st_size
+
+    def load_cold(self, setting: str) -> tuple[float, int, float]:
+        """The same of a load that reads from the disk, and the share of the files that was in memory before it.
+
+        Nothing is loaded afterwards: the file's pages stay in memory as long as anybody maps them.
+        """
+        self._worker.ask(op="unload")
+        share = evict([self._model, *self.kept_files()])
+        seconds, size = self.load_again(setting)
+        self._worker.ask(op="unload")
+        return seconds, size, share
+
+    def kept_files(self) -> list[Path]:
+        """The smaller weights that the next load takes instead of making them."""
+        return [] if self._kept is None or not self._kept.is_dir() else sorted(self._kept.glob("*.safetensors"))
 
     def ask(self, **order: Any) -> dict[str, Any]:
         """Any other order."""
@@ -143,7 +168,9 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
         model = files.stored(method) if method in CONFIGS else files.gguf(method)
         if widened:
             return Engine(name, worker, model, {"widened": memory})
-        return Engine(name, worker, model, {"as stored": {"quantization": "stored"} | memory})
+        kept = files.folder / f"quantised-{method}"
+        settings = {"quantization": "stored", "quantization_cache": str(kept)} | memory
+        return Engine(name, worker, model, {"as stored": settings}, kept)
     if peer == "transformers":
         return Engine(name, worker, files.checkpoint, {"defaults": {"dtype": format}})
     if peer == "openvino":

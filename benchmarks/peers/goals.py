@@ -79,7 +79,8 @@ def goals() -> list[Goal]:
             ("gguf-prefill", "prefill, 1024 tokens", 1.0),
         ):
             made.append(Goal(case, f"{label}, {what}", speed, both[:1], both[1:], goal))
-        made.append(Goal("gguf-load", f"{label}, load", "load_seconds_per_gb", both[:1], (), 2.0))
+        for case, what in (("gguf-load", "load from memory"), ("gguf-load-cold", "load from the disk")):
+            made.append(Goal(case, f"{label}, {what}", "load_seconds_per_gb", both[:1], (), 2.0))
     ours, theirs = ("octavo q4_k_m",), ("llama.cpp q4_k_m",)
     made.append(Goal("gguf-http-8", "GGUF Q4_K_M, HTTP, 8 at a time", speed, ours, theirs, 1.5))
     for method in ("awq", "gptq"):

@@ -8,6 +8,7 @@ Orders: {"op": "load", "model": folder, "settings": of `EngineConfig`}, {"op": "
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import defaultdict
@@ -27,13 +28,20 @@ _loaded: list[LLM] = []
 
 def load(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint, in place of the one before."""
-    while _loaded:
-        _loaded.pop().close()
+    unload()
     llm = LLM(
         model, device="cpu", skip_tokenizer_init=True, enable_prefix_caching=False, show_progress=False, **settings
     )
     _loaded.append(llm)
     return {"dtype": llm.engine.info.dtype}
+
+
+def unload() -> dict[str, Any]:
+    """Free what is loaded, and close its files."""
+    while _loaded:
+        _loaded.pop().close()
+    gc.collect()
+    return {}
 
 
 def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[str, Any]:
@@ -119,4 +127,4 @@ def _timed(method: Callable[..., Any], part: str, spent: dict[str, float]) -> Ca
 
 
 if __name__ == "__main__":
-    serve({"load": load, "generate": generate, "first_token": first_token, "overhead": overhead})
+    serve({"load": load, "unload": unload, "generate": generate, "first_token": first_token, "overhead": overhead})
