@@ -115,7 +115,9 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
     except Exception as error:  # a broken installation fails in many ways
         yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Install Octavo again.")
         return
-    build = f"built for CUDA {facts.cuda}" if facts.cuda else "a CPU build"
+    build = "a CPU build"
+    if facts.cuda or facts.rocm:
+        build = f"built for CUDA {facts.cuda}" if facts.cuda else f"built for ROCm {facts.rocm}"
     yield Finding("torch", "ok", f"{facts.version}, {build}")
     yield check_threads(config)
     if not facts.gpus:
@@ -154,11 +156,11 @@ def check_device(config: EngineConfig) -> Iterator[Finding]:
         if facts.gpus:
             yield Finding("device", "FAIL", found, gpus.another(len(facts.gpus)))
             return
-        why, fix = gpus.obstacle(facts.cuda)
+        why, fix = gpus.obstacle(facts.cuda, facts.rocm)
         yield Finding("device", "FAIL", f"{found}: {why}", f"{fix} Or use --device cpu.")
         return
     if device == "cpu" and config.device == "auto" and gpus.has_driver():
-        why, fix = gpus.obstacle(facts.cuda)
+        why, fix = gpus.obstacle(facts.cuda, facts.rocm)
         yield Finding("device", "warn", f"cpu, although there is an NVIDIA driver: {why}", fix)
     elif device.startswith("cuda"):
         gpu = inspect_gpu(config)

@@ -44,7 +44,7 @@ class TorchFacts:
 
     Attributes:
         version: such as 2.13.0+cpu.
-        cuda: version of CUDA it was built with; None for a CPU build.
+        cuda, rocm: version of CUDA or ROCm it was built with; None for both in a CPU build.
         gpus: names of the GPUs it sees.
         kernels: the instruction set of Octavo's own kernels for the CPU; "" where torch computes everything.
         no_kernels: why there are none.
@@ -52,6 +52,7 @@ class TorchFacts:
 
     version: str
     cuda: str | None
+    rocm: str | None = None
     gpus: tuple[str, ...]
     kernels: str = ""
     no_kernels: str = ""
@@ -128,6 +129,7 @@ def inspect_torch() -> TorchFacts:
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
+        rocm=torch.version.hip,
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if available else (),
         kernels=kernels,
         no_kernels=no_kernels,

@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
-from gpu_parts import check, decode, floors, gaps, jobs, kernels, report, sampling, shapes  # noqa: E402
+from gpu_parts import check, decode, floors, gaps, jobs, kernels, mixed, report, sampling, shapes  # noqa: E402
 from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
 from gpu_parts.gaps import Interval  # noqa: E402
 
@@ -256,6 +256,24 @@ def test_steps_that_are_not_all_alike_are_no_figure() -> None:
         assert 0 < step <= times
 
 
+def test_a_timed_step_that_ran_eagerly_shows_beside_warm_ones_that_did_not() -> None:
+    config, sizes, launched = shapes.config_of(QWEN, tiny=True), shapes.TINY, []
+    with shapes.random_engine(config, "cpu", sizes) as engine:
+        runner: Any = engine.runner
+        launch, graphs = runner.launch, SimpleNamespace(num_replayed=0, serves=lambda plan: False)
+
+        def counted(plan: Any) -> Any:
+            launched.append(plan.num_tokens)
+            graphs.num_replayed += len(launched) != sizes.warm + 1 + sizes.steps
+            return launch(plan)
+
+        with decode.decoding_rows(engine, 3, sizes, steps=2 * (sizes.steps + sizes.warm)) as ready:
+            runner.prompt_graphs, runner.launch = graphs, counted
+            times, replayed = mixed.beside_prompts(engine, ready, sizes)
+            assert launched == [3 + sizes.mixed_chunk] * (sizes.warm + 1 + sizes.steps)
+            assert (len(times), replayed) == (sizes.steps, sizes.steps - 1)
+
+
 BLOCKED = (
     "fastapi",
     "starlette",
@@ -404,15 +422,31 @@ def test_a_process_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     assert len(kept) == len(names)
 
 
-def test_the_whole_run_has_an_end(tmp_path: Path) -> None:
-    """What took too long is killed, with what it had, and the rest is not begun: both are failures."""
+def test_the_whole_run_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process gets the time that is left, what it had by then is kept, and the rest is not begun."""
+    now, limits = [100.0], []
+
+    def run(job: jobs.Job, limit: float, *_: object) -> tuple[dict[str, Any], str | None]:
+        limits.append(limit)
+        now[0] += 1.0 if job.label == "good" else limit
+        return {"parts": {"kernels": [job.label]}}, None if job.label == "good" else "killed"
+
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "run", run)
     made = [jobs.Job(name, ("--parts", name), 60.0) for name in ("good", "hangs", "never")]
-    command = [sys.executable, "-c", CRASHES]
-    whole = jobs.run_all(made, command, tmp_path, lambda _: None, within=3.0)
-    assert [one["kernel"] for one in whole["parts"]["kernels"]] == ["good", "hangs"]
-    assert list(whole["failures"]) == ["hangs", "never"]
-    assert re.fullmatch(r"killed after [123] s", whole["failures"]["hangs"])
-    assert whole["failures"]["never"] == "not begun: the 3 s of all parts are over"
+    whole = jobs.run_all(made, [], tmp_path, lambda _: None, within=3.0)
+    assert limits == [3.0, 2.0]
+    assert whole["parts"]["kernels"] == ["good", "hangs"]
+    assert whole["failures"] == {"hangs": "killed", "never": "not begun: the 3 s of all parts are over"}
+
+
+def test_the_first_start_of_a_model_counts() -> None:
+    """Only that one compiles kernels."""
+    whole: dict[str, Any] = {"machine": {}, "rates": {}, "engines": {}, "parts": {}, "seconds": {}, "failures": {}}
+    for model, seconds in ((LLAMA, 19.0), (QWEN, 8.0), (LLAMA, 4.0), (LLAMA, 5.0)):
+        jobs.merge(whole, {"parts": {"start": {model: {"seconds": seconds}}}})
+    assert whole["parts"]["start"] == {LLAMA: {"seconds": 19.0, "later_seconds": [4.0, 5.0]}, QWEN: {"seconds": 8.0}}
+    assert floors._start(whole["parts"]) == 19.0
 
 
 def test_what_says_most_comes_first() -> None:

@@ -188,6 +188,9 @@ def test_a_driver_without_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "inspect_device", lambda config: "cpu", raising=False)
     monkeypatch.setattr(gpus, "has_driver", lambda: True)
     assert "Install a CUDA build of torch" in warned(one(doctor.check_device(EngineConfig(model="m"))))
+    monkeypatch.setattr(engine, "inspect_torch", lambda: replace(CPU_BUILD, rocm="7.0"), raising=False)
+    assert "torch is built for ROCm 7.0" in warned(one(doctor.check_device(EngineConfig(model="m"))))
+    assert next(doctor.check_torch(EngineConfig(model="m"))).found.endswith("built for ROCm 7.0")
     assert one(doctor.check_device(EngineConfig(model="m", device="cpu"))).verdict == "ok"
 
 

@@ -16,9 +16,11 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint
 from support.driving import make_engine
+from test_attention_reference import Part
 
 from engine import ConfigError, EngineConfig, ModelLoadError
 from engine.backends import triton
+from engine.backends.triton.attention import TritonAttention
 from engine.execution import gpu_choice, starting
 from engine.execution.gpu_choice import another_gpu, look_at
 from engine.execution.starting import choose_device
@@ -41,6 +43,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     [
         (None, "13.0", "there is no NVIDIA driver"),
         (CLOSED, None, "torch is a CPU build"),
+        (None, None, "torch is a CPU build"),
         (CLOSED, "13.0", "needs an NVIDIA driver 580 or newer; it is 535.104.05"),
         (CLOSED, "12.8", "shows it none"),
         (OPEN, "13.0", "shows it none"),
@@ -52,9 +55,12 @@ def test_what_prevents_it(text: str | None, cuda: str | None, said: str, loaded:
     if text is not None:
         loaded(text)
     assert gpus.has_driver() == (text is not None)
-    why, fix = gpus.obstacle(cuda)
+    why, fix = gpus.obstacle(cuda, None)
     assert said in why
     assert fix.endswith(".")
+    why, fix = gpus.obstacle(None, "7.0")
+    assert why == "torch is built for ROCm 7.0, and sees no AMD GPU"
+    assert "An NVIDIA GPU needs a CUDA build" in fix
 
 
 def test_a_gpu_that_was_asked_for_is_an_error(loaded: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +68,10 @@ def test_a_gpu_that_was_asked_for_is_an_error(loaded: Callable[[str], None], mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"sees 0 GPUs: .* driver 580 or newer; it is 535.* Or use --device cpu\."):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ConfigError, match=r"sees 0 GPUs: torch is built for ROCm 7\.0.* Or use --device cpu\."):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -132,6 +142,9 @@ def test_what_keeps_kernels_from_a_gpu(
         found, fix = triton.obstacle.__wrapped__(0)
         monkeypatch.setattr(triton, "obstacle", lambda index: (found, fix))
         assert triton._computes.__wrapped__(0) == (not said)
+    if said:
+        monkeypatch.setattr(triton, "serves", lambda device: False)
+        assert TritonAttention.unsupported(Part(), torch.device("cuda:0")) == [f"triton attention: {said}"]
     assert found == said
     assert told in fix
     assert caplog.messages == ([f"{said}: torch computes, slower. {fix}"] if said and version else [])
@@ -199,7 +212,7 @@ def test_gpus_that_are_hidden(
     tool(listed, divided=divided)
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    why, fix = gpus.obstacle("13.0")
+    why, fix = gpus.obstacle("13.0", None)
     assert said in why
     assert told in fix
 

@@ -77,9 +77,18 @@ def run(job: Job, limit: float, command: Sequence[str], output: Path) -> tuple[d
 
 
 def merge(whole: dict[str, Any], found: dict[str, Any]) -> None:
-    """Add a process's result to that of all; what was measured once, as the machine and its rates, is the first's."""
+    """Add a process's result to that of all; what was measured once, as the machine and its rates, is the first's.
+
+    Each process starts its engine. The first start of a model compiles kernels; later ones find them in Triton's cache.
+    """
     for part, figures in found.get("parts", {}).items():
-        if isinstance(figures, list):
+        if part == "start":
+            for model, start in figures.items():
+                if first := whole["parts"].setdefault(part, {}).get(model):
+                    first.setdefault("later_seconds", []).append(start["seconds"])
+                else:
+                    whole["parts"][part][model] = start
+        elif isinstance(figures, list):
             whole["parts"].setdefault(part, []).extend(figures)
         else:
             whole["parts"].setdefault(part, {}).update(figures)

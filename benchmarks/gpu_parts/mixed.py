@@ -21,17 +21,17 @@ def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> Iterator[di
     for rows in sizes.mixed_rows:
         with decoding_rows(engine, rows, sizes, steps=2 * (sizes.steps + sizes.warm)) as ready:
             plain = pace(ready.run(sizes.steps))
-            before, launches, replayed = ready.context, [], _replayed(engine)
+            before, launches = ready.context, []
             with timed_launches(engine.runner, launches):
-                times = beside_prompts(engine, ready, sizes)
-            context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
+                times, replayed = beside_prompts(engine, ready, sizes)
+            context = (before + ready.context) / 2
         seconds, floor = pace(times), mixed_floor_seconds(work, rates, rows, context, sizes.mixed_chunk)
         row = {
             "rows": rows,
             "context": round(context),
             "chunk": sizes.mixed_chunk,
             "steps": len(times),
-            "steps_as_graphs": replayed,  # those before the timed ones, too
+            "steps_as_graphs": replayed,
             "step_ms": 1e3 * seconds,
             "decode_ms": 1e3 * plain,
             "launch_ms": 1e3 * statistics.median(launches),
@@ -53,8 +53,9 @@ def _replayed(engine: Engine) -> int:
     return 0 if graphs is None else graphs.num_replayed
 
 
-def beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
-    """Seconds of each of some steps, each of which has a new prompt of one chunk beside the rows.
+def beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> tuple[list[float], int]:
+    """Seconds of each of some steps, each of which has a new prompt of one chunk beside the rows; how many of these
+    steps ran as CUDA graphs.
 
     Raises:
         RuntimeError: a step had other work.
@@ -65,9 +66,10 @@ def beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
     numbers = range(sizes.warm + 1 + sizes.steps)
     prompts = [prompt(2_000_000 + 1000 * ready.count + number, chunk, vocab) for number in numbers]
     synchronize(engine.runner.model.device)
-    done = []
+    done, replayed = [], []
     for number in numbers:
         done.append(engine.stats())
+        replayed.append(_replayed(engine))
         started = time.perf_counter()
         engine.add_request(f"prompt-{number}", prompts[number], params)
         engine.step_deltas()
@@ -79,7 +81,7 @@ def beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:
             f"{sizes.steps} steps of {ready.count} rows and {chunk} tokens of a prompt computed {made} tokens: they "
             "were not all alike"
         )
-    return times[-sizes.steps :]
+    return times[-sizes.steps :], _replayed(engine) - replayed[-sizes.steps]
 
 
 @contextmanager

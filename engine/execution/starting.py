@@ -96,7 +96,7 @@ def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecut
     """
     device = choose_device(config.device)
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
-        why, fix = gpus.obstacle(torch.version.cuda)
+        why, fix = gpus.obstacle(torch.version.cuda, torch.version.hip)
         logger.warning("the CPU computes, although there is an NVIDIA driver: %s. %s", why, fix)
     if device.type == "cuda":
         gpu_facts = look_at(device, config.gpu_memory_utilization)
@@ -246,7 +246,7 @@ def choose_device(setting: str) -> torch.device:
             seen = f"device is {setting}, but torch {torch.__version__} sees {count} GPUs"
             if count:
                 raise ConfigError(f"{seen}. {gpus.another(count)}")
-            why, fix = gpus.obstacle(torch.version.cuda)
+            why, fix = gpus.obstacle(torch.version.cuda, torch.version.hip)
             raise ConfigError(f"{seen}: {why}. {fix} Or use --device cpu.")
     return device
 

@@ -56,9 +56,14 @@ def use_flash(
         cache_dtype, block_size: of the pages.
         max_tokens: of a step.
     """
+    unused = "torch's flash attention is not used, our own kernels are: %s"
+    too_short = _too_short(max_tokens)
+    if too_short and isinstance(backend, TritonAttention) and _own_attentions(model):
+        logger.warning(unused, too_short)  # without a trial, which would compile a kernel for each shape of heads
+        return
     facts = look_at_flash(model, backend, cache_dtype, block_size, max_tokens, model.device)
-    if facts.too_short or not facts.shapes:
-        logger.warning("torch's flash attention is not used, our own kernels are: %s", facts.too_short or facts.why)
+    if not facts.shapes:
+        logger.warning(unused, facts.why)
         return
     assert isinstance(backend, TritonAttention)
     backend.flash = FlashPrompts(facts.shapes, attention_flash.FEWEST)
@@ -88,7 +93,7 @@ def look_at_flash(
         max_tokens: of a step.
         device: where it is tried.
     """
-    attentions, fewest = _own_attentions(model), attention_flash.FEWEST
+    attentions = _own_attentions(model)
     if not isinstance(backend, TritonAttention):
         return FlashFacts(of=len(attentions), why=f"attention is computed by the {backend.name} backend")
     if not attentions:
@@ -103,15 +108,21 @@ def look_at_flash(
                 tried[shape] = find_difference(shape, one.part.scale, block_size, device)
             problem = tried[shape]
         refusals += [problem] if problem else []
-    too_short = f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
     return FlashFacts(
         shapes=frozenset(shape for shape, problem in tried.items() if not problem),
         layers=len(attentions) - len(refusals),
         of=len(attentions),
         why="; ".join(dict.fromkeys(refusals)),
         wrong=any(tried.values()),
-        too_short=too_short if max_tokens < fewest else "",
+        too_short=_too_short(max_tokens),
     )
+
+
+def _too_short(max_tokens: int) -> str:
+    """Why steps hold no prompt that is long enough; "" if they do."""
+    if max_tokens >= (fewest := attention_flash.FEWEST):
+        return ""
+    return f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
 
 
 def _own_attentions(model: Transformer) -> list[Attend]:

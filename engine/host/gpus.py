@@ -32,12 +32,15 @@ def driver_version() -> str | None:
     return found and found[1]
 
 
-def obstacle(cuda: str | None) -> tuple[str, str]:
+def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
     """Why torch sees no GPU, and what to do about it.
 
     Args:
-        cuda: the version that torch was built for; None: it is a CPU build.
+        cuda, rocm: the version that torch was built for; None: for none. Without either it is a CPU build.
     """
+    if rocm is not None:
+        fix = "An NVIDIA GPU needs a CUDA build of torch, as listed on pytorch.org."
+        return f"torch is built for ROCm {rocm}, and sees no AMD GPU", fix
     if cuda is None:
         return "torch is a CPU build", "Install a CUDA build of torch, as listed on pytorch.org."
     if not has_driver():

@@ -141,7 +141,7 @@ class TritonAttention(AttentionBackend):
         if not gpu.serves(device):
             if device.type != "cuda":
                 return [f"{cls.name} attention runs on cuda; the device is {device.type}"]
-            return [f"{cls.name} attention: " + ("no kernels start there" if gpu.installed() else "no Triton")]
+            return [f"{cls.name} attention: {gpu.obstacle(device.index)[0]}"]
         reasons = []
         if part.query_bias:
             reasons.append(f"{cls.name} attention has no bias that queries bring")
@@ -316,9 +316,8 @@ def _plan_decode(
     most_chunks, reach = shapes.max_chunks(kv_heads), metadata.longest
     if shape.window is not None:
         reach = min(reach, shape.window.left + shape.window.right + queries)
-    chunk_keys = max(
-        1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK)
-    )  # a row's keys, as chunks of the least size
+    # A row's keys, as chunks of the least size.
+    chunk_keys = max(1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK))
     chunks = min(most_chunks, chunk_keys)
     # Rows with fewer keys than the longest may have more work than it by less than its chunks have grown.
     work = rows * kv_heads * (chunk_keys + (chunk_keys - 1) // most_chunks)
