@@ -103,12 +103,12 @@ def of_model(config: Mapping[str, Any], rows: int, chunk: int, steps: int) -> di
 @contextmanager
 def _noted(runner: Any, eager: list[str]) -> Iterator[None]:
     """Collects what of steps is computed without a graph."""
-    plain = {name: getattr(runner, name) for name in ("_hidden", "_logits")}
+    plain = {name: getattr(runner, name) for name in ("_forward", "_logits")}
 
-    def noting(name: str) -> Callable[[Any], Any]:
-        def compute(given: Any) -> Any:
+    def noting(name: str) -> Callable[..., Any]:
+        def compute(*given: Any) -> Any:
             eager.append(name)
-            return plain[name](given)
+            return plain[name](*given)
 
         return compute
 
@@ -116,8 +116,7 @@ def _noted(runner: Any, eager: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in plain:
-            del vars(runner)[name]
+        vars(runner).update(plain)
 
 
 def _once(function: Callable[[], None]) -> Callable[[], None]:
