@@ -35,7 +35,7 @@ _PURGED_AT_ONCE = 256  # answers in one transaction
 _MAX_TURNS = 4096  # of one conversation
 _LOG_INTERVAL = 10.0  # seconds; failures in between are not logged again
 _TABLES = """
-CREATE TABLE responses (
+CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
     tenant TEXT NOT NULL,
@@ -46,14 +46,14 @@ CREATE TABLE responses (
     input TEXT NOT NULL,
     output TEXT NOT NULL
 ) STRICT;
-CREATE INDEX by_tenant ON responses (tenant, number);
-CREATE INDEX by_age ON responses (created);
-CREATE TABLE usage (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TRIGGER kept AFTER INSERT ON responses BEGIN
+CREATE INDEX IF NOT EXISTS by_tenant ON responses (tenant, number);
+CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS kept AFTER INSERT ON responses BEGIN
     INSERT INTO usage (tenant, size) VALUES (new.tenant, new.size)
     ON CONFLICT (tenant) DO UPDATE SET size = size + excluded.size;
 END;
-CREATE TRIGGER lost AFTER DELETE ON responses BEGIN
+CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON responses BEGIN
     UPDATE usage SET size = size - old.size WHERE tenant = old.tenant;
     DELETE FROM usage WHERE tenant = old.tenant AND size <= 0;
 END;
@@ -232,10 +232,13 @@ class ResponseStore:
         return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
+        # Several processes may open a new file at once, and each of them makes what is not there yet.
+        database.execute("BEGIN")
         application, version, num_tables = (
             database.execute(question).fetchone()[0]
             for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
         )
+        database.execute("COMMIT")
         if num_tables and application != _APPLICATION:
             raise ConfigError(f"response_store {str(self._path)!r} is a database of something else: name another file.")
         if num_tables and version != _VERSION:

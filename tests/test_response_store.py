@@ -10,7 +10,9 @@ import os
 import re
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -250,6 +252,30 @@ def test_a_file_of_something_else_is_refused_at_the_start(tmp_path: Path) -> Non
     database.close()
     with pytest.raises(ConfigError, match="is a database of something else: name another file"):
         make(tmp_path)
+
+
+def test_a_new_file_is_opened_by_several_processes_at_once(tmp_path: Path) -> None:
+    """Each of them finds no tables, before one has made them."""
+    looked = threading.Barrier(4)
+
+    class Late(ResponseStore):
+        def _prepare(self, database: sqlite3.Connection) -> None:
+            def trace(statement: str) -> None:
+                if "journal_mode" in statement:  # what follows the look
+                    looked.wait(60)
+
+            database.set_trace_callback(trace)
+            super()._prepare(database)
+            database.set_trace_callback(None)
+
+    def open_one(number: int) -> None:
+        store = Late(file_in(tmp_path), max_age=DAY, max_size=1 << 20)
+        within(store, lambda opened: keep(opened, f"resp_{number}"))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(open_one, range(4)))
+    for number in range(4):
+        assert within(make(tmp_path), lambda store, number=number: store.get(f"resp_{number}", None)) is not None
 
 
 def test_a_file_of_another_version_is_refused_at_the_start(tmp_path: Path) -> None:
