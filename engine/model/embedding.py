@@ -219,7 +219,8 @@ class SpectrumEmbedding(nn.Module):
         reach = self.part.kernel // 2
         seen = F.pad(x, (reach, reach)).unfold(1, self.part.kernel, stride)
         rows = seen.permute(1, 0, 2).reshape(seen.shape[1], -1)
-        y: Tensor = kernel(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
+        lacking = min_rows - len(rows)
+        y: Tensor = kernel(F.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows)[: len(rows)]
         return F.gelu(y)
 
 

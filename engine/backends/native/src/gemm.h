@@ -108,6 +108,25 @@ OCTAVO_INLINE void finish_tile(const float* sums, int rows, const Product& p, in
     write_tile(sums, rows, bias, p.outputs - column, static_cast<bfloat16*>(p.y) + at, p.y_stride);
 }
 
+// Weights that are asked for before they are needed: of a panel that is read once, some way ahead.
+template <int64_t UNIT>
+struct OwnAhead {
+  const char* panel;
+  static constexpr int64_t AHEAD = 8192;  // bytes
+
+  OCTAVO_INLINE_MEMBER void fetch(int64_t unit) const {
+    for (int64_t line = 0; line < UNIT; line += 64) __builtin_prefetch(panel + AHEAD + unit * UNIT + line);
+  }
+};
+
+// Where several tiles read a panel, each asks for a part of the next one, to the second cache: the first is theirs.
+struct NextAhead {
+  const char* part;
+  int64_t step;  // bytes, a line at most, with each unit of inputs
+
+  OCTAVO_INLINE_MEMBER void fetch(int64_t unit) const { __builtin_prefetch(part + unit * step, 0, 2); }
+};
+
 // What kernels share whose `multiply<N>` takes the sums of N rows at a time in vectors.
 template <class Kernel>
 struct ByVectors {
@@ -118,22 +137,31 @@ struct ByVectors {
   // Some tiles of rows, which lie at x, by a panel, and by the inputs of a slice.
   static void multiply_panel(const Product& p, const Tiles& tiles, int64_t first, int64_t last, const char* x,
                              int64_t bytes, int64_t panel, int64_t) {
-    const char* weight = static_cast<const char*>(p.weight) + panel * Kernel::panel_bytes(p.inputs);
+    const int64_t size = Kernel::panel_bytes(p.inputs), count = last - first;
+    const char* weight = static_cast<const char*>(p.weight) + panel * size;
     alignas(64) float sums[Kernel::ROWS * PANEL];
-    for (int64_t i = first; i < last; ++i, x += bytes) {
-      const int rows = static_cast<int>(tiles.size(i));
-      multiply_rows<Kernel::ROWS>(rows, x, weight, p.inputs, sums);
-      finish_tile(sums, rows, p, tiles.start(i), panel * PANEL);
+    for (int64_t i = 0; i < count; ++i, x += bytes) {
+      const int rows = static_cast<int>(tiles.size(first + i));
+      if constexpr (requires { Kernel::UNIT_BYTES; }) {
+        if (count > 1)
+          multiply_rows<Kernel::ROWS>(rows, x, weight, p.inputs, sums,
+                                      NextAhead{weight + size + i * (size / count), Kernel::UNIT_BYTES / count});
+        else
+          multiply_rows<Kernel::ROWS>(rows, x, weight, p.inputs, sums, OwnAhead<Kernel::UNIT_BYTES>{weight});
+      } else {
+        multiply_rows<Kernel::ROWS>(rows, x, weight, p.inputs, sums);
+      }
+      finish_tile(sums, rows, p, tiles.start(first + i), panel * PANEL);
     }
   }
 
  private:
   template <int N>
   OCTAVO_INLINE_MEMBER static void multiply_rows(int rows, const char* x, const char* weight, int64_t inputs,
-                                                 float* sums) {
+                                                 float* sums, auto... ahead) {
     if constexpr (N > 1)
-      if (rows < N) return multiply_rows<N - 1>(rows, x, weight, inputs, sums);
-    Kernel::template multiply<N>(x, weight, inputs, sums);
+      if (rows < N) return multiply_rows<N - 1>(rows, x, weight, inputs, sums, ahead...);
+    Kernel::template multiply<N>(x, weight, inputs, sums, ahead...);
   }
 };
 

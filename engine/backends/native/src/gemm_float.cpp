@@ -4,11 +4,10 @@
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t AHEAD = 8192;  // bytes of the weights that are asked for before they are needed
-
 // Weights [inputs][PANEL]; x [inputs][rows].
 struct Float32 : ByVectors<Float32> {
   static constexpr int ROWS = VECTOR_ROWS;
+  static constexpr int64_t UNIT_BYTES = 4 * PANEL;  // of a unit of inputs
   static int64_t row_bytes(int64_t inputs) { return 4 * inputs; }
   static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * inputs; }
 
@@ -29,14 +28,13 @@ struct Float32 : ByVectors<Float32> {
   }
 
   template <int N>
-  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums, auto ahead) {
     const float* x = reinterpret_cast<const float*>(tile);
     const float* w = reinterpret_cast<const float*>(panel);
     Vector acc[N][2] = {};
 #pragma GCC unroll 2
     for (int64_t i = 0; i < inputs; ++i, x += N, w += PANEL) {
-      for (int64_t line = 0; line < 4 * PANEL; line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(w) + AHEAD + line);
+      ahead.fetch(i);
       const Vector low = load(w), high = load(w + WIDTH);
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) {
@@ -68,6 +66,7 @@ OCTAVO_INLINE Vector pairs(Vector acc, Integers weights, uint32_t x) {
 // Weights [inputs / 2][PANEL][2]; x [inputs / 2][rows][2]; an odd input's partner is 0.
 struct Bfloat16 : ByVectors<Bfloat16> {
   static constexpr int ROWS = VECTOR_ROWS;
+  static constexpr int64_t UNIT_BYTES = 4 * PANEL;  // of a unit of inputs
   static int64_t row_bytes(int64_t inputs) { return 4 * ((inputs + 1) / 2); }
   static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * ((inputs + 1) / 2); }
 
@@ -90,13 +89,13 @@ struct Bfloat16 : ByVectors<Bfloat16> {
   }
 
   template <int N>
-  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums, auto ahead) {
     const uint32_t* x = reinterpret_cast<const uint32_t*>(tile);
     Vector acc[N][2] = {};
     const int64_t units = (inputs + 1) / 2;
 #pragma GCC unroll 2
     for (int64_t i = 0; i < units; ++i, x += N, panel += 4 * PANEL) {
-      for (int64_t line = 0; line < 4 * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      ahead.fetch(i);
       Integers low, high;
       __builtin_memcpy(&low, panel, sizeof low);
       __builtin_memcpy(&high, panel + sizeof low, sizeof high);
