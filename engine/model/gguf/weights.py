@@ -28,8 +28,7 @@ class GgufWeights:
     """
 
     def __init__(self, path: Path):
-        status = path.stat()
-        self._placed = _placed(path.resolve(), (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        self._placed, _ = _contents(path.resolve(), _identity(path))
         self._data = mapped(path)
 
     def keys(self) -> list[str]:
@@ -96,14 +95,18 @@ def stored_formats(path: Path) -> dict[str, int]:
     Raises:
         ModelLoadError, UnsupportedModelError: as `GgufWeights`.
     """
-    sizes: dict[str, int] = {}
-    for info in read_gguf(path).tensors.values():
-        sizes[info.format.name] = sizes.get(info.format.name, 0) + info.size
-    return dict(sorted(sizes.items(), key=lambda entry: -entry[1]))
+    _, sizes = _contents(path.resolve(), _identity(path))
+    return sizes
+
+
+def _identity(path: Path) -> Any:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @lru_cache(maxsize=2)  # a start opens the weights several times; the vocabulary in the header makes reading it slow
-def _placed(path: Path, identity: Any) -> dict[str, Placed]:
+def _contents(path: Path, identity: Any) -> tuple[dict[str, Placed], dict[str, int]]:
+    """Tensors by their names, and bytes by their formats."""
     file = read_gguf(path)
     found: dict[str, Placed] = {}
     for placed in place(file, *describe(file)):
@@ -113,4 +116,7 @@ def _placed(path: Path, identity: Any) -> dict[str, Placed]:
                 f"{path} holds {placed.name} twice: as {found[placed.name].info.name} and as {placed.info.name}."
             )
         found[placed.name] = placed
-    return found
+    sizes: dict[str, int] = {}
+    for info in file.tensors.values():
+        sizes[info.format.name] = sizes.get(info.format.name, 0) + info.size
+    return found, dict(sorted(sizes.items(), key=lambda entry: -entry[1]))
