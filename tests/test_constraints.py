@@ -156,9 +156,9 @@ def test_masks_are_filled_when_the_forward_pass_has_begun(
     said: list[str] = []
     hidden, fill = ModelRunner._hidden, Counting.fill
 
-    def computing(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
+    def computing(self: ModelRunner, plan: StepPlan, *others: Any) -> torch.Tensor:
         said.append("forward")
-        return hidden(self, plan)
+        return hidden(self, plan, *others)
 
     def filling(self: Counting, mask_row: np.ndarray) -> None:
         waiting = isinstance(one.executor, ProcessExecutor) and len(one.executor._expected)

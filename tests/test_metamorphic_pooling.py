@@ -226,8 +226,8 @@ def broken(engine: Engine, method: str, token: int) -> None:
     """Let a step fail that computes this token, after it has computed."""
     original = getattr(engine.runner, method)
 
-    def failing(plan: StepPlan) -> torch.Tensor:
-        hidden: torch.Tensor = original(plan)
+    def failing(plan: StepPlan, *others: Any) -> torch.Tensor:
+        hidden: torch.Tensor = original(plan, *others)
         if (plan.token_ids == token).any():
             raise RuntimeError("the poison was computed")
         return hidden
@@ -239,8 +239,8 @@ def spoiled(engine: Engine, method: str, token: int) -> None:
     """Let this token's hidden state be no number."""
     original = getattr(engine.runner, method)
 
-    def spoiling(plan: StepPlan) -> torch.Tensor:
-        hidden: torch.Tensor = original(plan)
+    def spoiling(plan: StepPlan, *others: Any) -> torch.Tensor:
+        hidden: torch.Tensor = original(plan, *others)
         hidden[: plan.num_tokens][torch.from_numpy(plan.token_ids == token)] = math.nan
         return hidden
 
@@ -282,7 +282,7 @@ def test_an_engine_that_can_read_nothing_ends(berts: Callable[..., Path], monkey
     with engine_of(berts()) as engine:
         submit(engine, "0", ([1], None, PoolingParams()))
 
-        def lost(plan: StepPlan) -> torch.Tensor:
+        def lost(plan: StepPlan, *others: Any) -> torch.Tensor:
             raise RuntimeError("the device is lost")
 
         monkeypatch.setattr(engine.runner, "_hidden", lost)

@@ -165,10 +165,8 @@ class ModelRunner:
         kept = KeptQueries(plan) if plan.pooling and plan.pooling[0].pooling.alignment is not None else None
         if kept is None and recorded is not None:
             hidden = recorded.run(plan, search)
-        elif plan.unchunked:
-            hidden = self._read(plan, self.model)
         else:
-            hidden = self._forward(plan, kept, search)
+            hidden = self._hidden(plan, kept, search)
         candidates: StepResult | LateResult | None = None
         sampling = None
         if plan.sampling is not None:
@@ -261,6 +259,9 @@ class ModelRunner:
         self._candidates = samples = self._sampler.sample(logits, batch)  # which leaves them there itself
         samples.fetch()
         return samples
+
+    def _hidden(self, plan: StepPlan, keeper: QueryKeeper | None, search: Callable[[Tensor], None] | None) -> Tensor:
+        return self._read(plan, self.model) if plan.unchunked else self._forward(plan, keeper, search)
 
     def _pool_both(self, plan: StepPlan) -> tuple[PooledRow, ...]:
         """What is asked for of inputs some of which are signals: those the model's twin reads."""
