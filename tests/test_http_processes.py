@@ -263,6 +263,22 @@ def test_limits_of_keys_hold_over_both_processes(services: Any, tmp_path: Path) 
     assert service.stop() == 0
 
 
+def test_what_is_told_to_all_while_a_process_starts_harms_nothing(services: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-one\n")
+    service = services("--api-key-file", str(keys), "--public-metrics")
+    for again in range(1, 4):
+        os.kill(fronts(service)[0], signal.SIGKILL)
+        late = time.monotonic() + PATIENCE
+        while service.log.read_text().count("in its place") < again:  # the news comes at any moment of the start
+            assert time.monotonic() < late, "the process was not replaced"
+            service.process.send_signal(signal.SIGHUP)
+            time.sleep(0.0005)
+    key = {"Authorization": "Bearer a-key-of-one"}
+    assert {complete(service, max_tokens=1, headers=key).status_code for _ in range(6)} == {200}
+    assert service.stop() == 0
+
+
 def test_a_stop_waits_for_what_runs_in_both(services: Any) -> None:
     service = services()
     expected = complete(service, max_tokens=200).json()["choices"][0]["text"]

@@ -184,11 +184,11 @@ class ProcessEngineClient(ConnectedClient):
     def _died(self, cause: str) -> None:
         logger.error("The engine has died: %s", cause)
         self._lose(cause)
-        self.on_change()
         if time.monotonic() - self._served_since >= self._policy.healthy_seconds:
             self._failures = 0
         self._failures += 1
         self._supervisor = asyncio.get_running_loop().create_task(self._revive())
+        self.on_change()
 
     async def _revive(self) -> None:
         """Start the engine again, or give up."""

@@ -119,6 +119,7 @@ class _Front:
     Attributes:
         place: among the fronts; one that is replaced has its successor's.
         name: among the engine's clients.
+        line: None until it is connected and the first words are said, which come before all others.
         ready: done once it listens.
         counted: what it had when it was last asked.
     """
@@ -127,7 +128,7 @@ class _Front:
     name: bytes
     process: subprocess.Popen[bytes]
     desk: Desk
-    line: Line = field(init=False)
+    line: Line | None = None
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     counted: Counted = field(default_factory=lambda: Counted(0, 0))
 
@@ -260,7 +261,8 @@ class _Service:
 
     def _tell_all(self, body: Body) -> None:
         for front in self._fronts.values():
-            front.line.tell(body)
+            if front.line is not None:
+                front.line.tell(body)
 
     def _tell_engine(self) -> None:
         self._tell_all(self._engine())
@@ -291,12 +293,13 @@ class _Service:
             raise OctavoError(f"cannot start a process that answers HTTP ({sys.executable}): {problem}.") from problem
         front = _Front(place, f"front-{self._num_started}".encode(), process, Desk(self._counts))
         self._fronts[place] = front
-        front.line = await Line.over(ours, partial(self._answer, front), partial(self._gone, front))
-        front.line.tell(self._first_words(front))
+        line = await Line.over(ours, partial(self._answer, front), partial(self._gone, front))
+        line.tell(self._first_words(front))
         if not self._client.is_alive:
-            front.line.tell(self._engine())
+            line.tell(self._engine())
         if self._drain.draining:
-            front.line.tell(Stop())
+            line.tell(Stop())
+        front.line = line
         await front.ready
 
     def _first_words(self, front: _Front) -> Begin:
@@ -376,19 +379,21 @@ class _Service:
         return None
 
     async def _render(self, accept: str | None) -> Rendered:
-        await asyncio.gather(*(self._count(front) for front in list(self._fronts.values())))
+        await asyncio.gather(
+            *(self._count(front, front.line) for front in list(self._fronts.values()) if front.line is not None)
+        )
         return Rendered(*self._exposition.render(accept))
 
-    async def _count(self, front: _Front) -> None:
+    async def _count(self, front: _Front, line: Line) -> None:
         with contextlib.suppress(TimeoutError, ConnectionError):  # it is busy, or has just ended
             async with asyncio.timeout(_PATIENCE):
-                counted = await front.line.ask(Count())
+                counted = await line.ask(Count())
                 assert isinstance(counted, Counted)
                 front.counted = counted
 
     async def _cancel(self, asking: _Front, question: CancelHere) -> Cancelled:
         for front in list(self._fronts.values()):
-            if front is not asking:
+            if front is not asking and front.line is not None:
                 with contextlib.suppress(ConnectionError):
                     found = await front.line.ask(question)
                     if isinstance(found, Cancelled) and found.answer is not None:
