@@ -5,9 +5,9 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
 # BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module; tools/pin_images.py renews the digest.
-# KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs; without it, kernels are compiled
-# when they are first used:
-#   docker build --target cuda --build-arg KERNELS="--models Qwen3-0.6B --capabilities 80 90" -t octavo:cuda .
+# KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs: unless told, for two models and all
+# generations of GPUs. Where it is empty, kernels are compiled when they are first used:
+#   docker build --target cuda --build-arg KERNELS="--models Qwen3-0.6B --capabilities 90" -t octavo:cuda .
 # TORCH_INDEX is the package index that torch alone comes from; an empty one means pip's configured index. All else is
 # installed by the hashes of requirements/, which tools/lock.py writes.
 
@@ -68,7 +68,7 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
 # ---- kernels for GPUs, compiled without one into the folder that the image uses. Triton knows them by their source, not
 # by the packages that they are in.
 FROM builder AS kernels
-ARG KERNELS=
+ARG KERNELS="--models Qwen3-0.6B Llama-3.1-8B --capabilities 80 86 89 90 100 120"
 COPY --from=libraries-cuda /app/venv /app/venv
 COPY engine engine
 COPY benchmarks/gpu_cache.py benchmarks/

@@ -65,6 +65,21 @@ def test_pages_are_copied_and_nothing_else(
         assert len(launched) == (not chained)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_pages_that_a_gpu_has_found_are_copied_in_every_format(dtype: torch.dtype) -> None:
+    """As the kernel of beams names them: two equal numbers are no copy, whatever they are."""
+    pairs = torch.tensor([[0, 0], [4, 1], [2, 2], [4, 6], [3, 5], [0, 0]], dtype=torch.int32)
+    with kernels() as device:
+        cache = KVCache(SHAPES[2], 6, 16, dtype, device)
+        tensors = filled(cache)
+        wanted = [tensor.clone() for tensor in tensors]
+        for tensor in wanted:
+            tensor[[1, 6, 5]] = tensor[[4, 4, 3]]
+        assert not any(map(torch.equal, tensors, wanted))
+        cache.copy_found_pages(pairs.to(device))
+        assert all(map(torch.equal, tensors, wanted))
+
+
 def test_tensors_are_as_they_are_elsewhere() -> None:
     for dtype in FORMATS:
         plain = KVCache(SHAPES[2], 4, 16, dtype, torch.device("cpu"))
