@@ -69,6 +69,9 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
 # by the packages that they are in.
 FROM builder AS kernels
 ARG KERNELS="--models Qwen3-0.6B Llama-3.1-8B --capabilities 80 86 89 90 100 120"
+# For Triton's module that starts kernels.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=libraries-cuda /app/venv /app/venv
 COPY engine engine
 COPY benchmarks/gpu_cache.py benchmarks/
@@ -115,8 +118,9 @@ CMD ["serve"]
 
 # ---- the targets
 FROM runtime AS cuda
-# Triton compiles kernels while it serves, and once a module in C that starts them: for that alone there are a compiler
-# and Python's headers here. Both are kept in /triton, which may be a volume: a new one takes over what is in the image.
+# Triton compiles kernels while it serves, and once a module in C that starts them, for which there are a compiler and
+# Python's headers here. Both are kept in /triton, where the image brings some, and which may be a volume: a new one takes
+# over what is in the image.
 USER 0:0
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

@@ -4,7 +4,8 @@
     python benchmarks/gpu_cache.py --cache triton-cache --config folder/config.json
     TRITON_CACHE_DIR=triton-cache octavo serve ...
 
-A process for each model and capability. The folder serves the same versions of Octavo and Triton, where it is: Triton
+A process for each model and capability, and one for Triton's module in C that starts kernels, if there is a C compiler
+(with Python's headers). The folder serves the same versions of Octavo and Triton, where it is: Triton
 keeps whole paths there, so --home says where it will be, if that is another place.
 """
 
@@ -44,22 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quantizations", nargs="+", choices=WEIGHTS, default=["none"], help="formats of the weights (default: none)"
     )
     parser.add_argument("--home", type=Path, help="where the folder will be when it is used (default: where it is)")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("kernels", "starter"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.child:
+    if options.child == "kernels":
         return _compile(options)
+    if options.child == "starter":
+        return _compile_starter()
     options.cache.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache.resolve())}
     environment.pop("TRITON_INTERPRET", None)
     settle(options.cache, options.cache.resolve())
-    failed = False
+    command = [sys.executable, __file__, "--cache", str(options.cache), "--child"]
+    failed = subprocess.run([*command, "starter"], env=environment, check=False).returncode != 0
     for model in ["config"] if options.config else options.models:
         which = ["--config", str(options.config)] if options.config else ["--models", model]
         for capability in options.capabilities:
-            command = [sys.executable, __file__, "--child", "--cache", str(options.cache), *which]
-            command += ["--kv-cache-dtypes", *options.kv_cache_dtypes, "--quantizations", *options.quantizations]
-            done = subprocess.run([*command, "--capabilities", str(capability)], env=environment, check=False)
-            failed |= done.returncode != 0
+            formats = ["--kv-cache-dtypes", *options.kv_cache_dtypes, "--quantizations", *options.quantizations]
+            child = [*command, "kernels", *which, *formats, "--capabilities", str(capability)]
+            failed |= subprocess.run(child, env=environment, check=False).returncode != 0
     settle(options.cache, options.home or options.cache.resolve())
     size = sum(file.stat().st_size for file in options.cache.rglob("*") if file.is_file())
     print(f"{options.cache}: {size / 1e6:.1f} MB")
@@ -71,6 +74,14 @@ def settle(cache: Path, home: Path) -> None:
     for group in cache.glob("*/__grp__*.json"):
         files = json.loads(group.read_text())["child_paths"]
         group.write_text(json.dumps({"child_paths": {name: str(home / group.parent.name / name) for name in files}}))
+
+
+def _compile_starter() -> int:
+    from gpu_parts.starter import compile_starter
+
+    missing = compile_starter()
+    print(f"starter: {missing} is missing, the first start compiles it" if missing else "starter: compiled", flush=True)
+    return 0
 
 
 def _compile(options: argparse.Namespace) -> int:

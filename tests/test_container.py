@@ -20,6 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from gpu_parts import ahead, shapes
+
 from engine import EngineConfig
 from server.config.settings import ServerSettings
 
@@ -105,8 +109,11 @@ def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
 
 
 def test_kernels_are_compiled_into_the_folder_that_is_used() -> None:
-    """By no default, as the image; the cache is the user's, who adds to it."""
-    assert ["KERNELS="] in of_kind("ARG")
+    """Unless told otherwise for every kind of GPU; the cache is the user's, who adds to it."""
+    (chosen,) = [words[0].removeprefix("KERNELS=") for words in of_kind("ARG") if words[0].startswith("KERNELS=")]
+    told = dict(re.findall(r"--(\S+) ((?:(?!--)\S+ ?)+)", chosen))
+    assert set(told["models"].split()) == set(shapes.MODELS)
+    assert set(map(int, told["capabilities"].split())) == set(ahead.GPUS)
     stage = DOCKERFILE[DOCKERFILE.index("AS kernels") : DOCKERFILE.index("AS runtime")]
     (program,) = re.findall(r"python3 (\S+) --cache /triton \$KERNELS", stage)
     assert (ROOT / program).is_file()
@@ -125,7 +132,8 @@ def test_health_check_is_pythons_own() -> None:
     assert health_command() == ["python3", "-I", "-m", "octavo.cli.healthcheck"]
     assert (ROOT / "cli/healthcheck.py").is_file()
     assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
-    common = DOCKERFILE[: DOCKERFILE.index("AS cuda")] + DOCKERFILE[DOCKERFILE.index("AS cpu") :]
+    common = DOCKERFILE[DOCKERFILE.index("AS runtime") : DOCKERFILE.index("AS cuda")]
+    common += DOCKERFILE[DOCKERFILE.index("AS cpu") :]
     assert "apt-get" not in common
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -49,10 +51,48 @@ def test_a_cache_has_what_another_process_launches(tmp_path: Path) -> None:
 
     cache.rename(moved)
     before = {file: file.stat().st_mtime_ns for file in moved.glob("*/*.cubin")}
-    done = filled(moved, *arguments, "--child")  # as a server: it leaves the folder's paths alone
+    done = filled(moved, *arguments, "--child", "kernels")  # as a server: it leaves the folder's paths alone
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"sm_90: 0 compiled, {len(metadata)} found" in done.stdout, done.stdout
     assert {file: file.stat().st_mtime_ns for file in moved.glob("*/*.cubin")} == before
+
+
+START = """
+import sys
+from unittest import mock
+
+sys.path.append(sys.argv[1])
+from gpu_parts.starter import compile_starter
+
+with mock.patch("triton.runtime.build._build", side_effect=RuntimeError("it was compiled")):
+    print(compile_starter())
+"""
+
+
+def test_what_starts_kernels_is_compiled_once(tmp_path: Path) -> None:
+    """A process that may compile nothing finds it, and loads it beside a library of the driver's name."""
+    if shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        pytest.skip("there is no gcc, or there are no headers of Python's")
+
+    def started() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", START, str(BENCHMARKS)]
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert "it was compiled" in started().stderr
+    done = filled(tmp_path, "--child", "starter")
+    assert done.stdout == "starter: compiled\n", done.stderr
+    assert [file.name.partition(".")[0] for file in tmp_path.glob("*/*")] == ["cuda_utils"]
+    done = started()
+    assert done.stdout == "None\n", done.stderr
+
+
+def test_without_a_compiler_the_first_start_compiles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    done = filled(tmp_path / "cache", "--child", "starter")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "starter: a C compiler is missing, the first start compiles it\n"
 
 
 def test_unknown_gpus_are_refused(tmp_path: Path) -> None:

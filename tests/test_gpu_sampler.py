@@ -421,6 +421,27 @@ def test_warming_up_starts_all_kernels(device: torch.device, monkeypatch: pytest
     )
 
 
+def test_scores_start_what_warming_up_has_compiled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles anew for an address that is no multiple of 16, whatever the number of tokens."""
+    addresses: list[int] = []
+    for module, name in ((sampling_draw, "choose"), (sampling_wide, "wide")):
+        kernel = getattr(module, name)
+        run = kernel.run
+
+        def noted(*given: Any, run: Any = run, **others: Any) -> Any:
+            addresses.extend(one.data_ptr() for one in given if isinstance(one, torch.Tensor))
+            return run(*given, **others)
+
+        monkeypatch.setattr(kernel, "run", noted)
+    ours = DeviceSampler(device, max_rows=4)
+    for rows in range(1, 6):
+        targets, counts = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+        found = ours.score(random_logits(rows, 97, seed=rows).to(device), targets, counts, 1).result()
+        assert np.isfinite(found.logprobs).all()
+    assert len(addresses) > 100
+    assert not any(address % 16 for address in addresses)
+
+
 # ------------------------------------------------------------------ what a CUDA graph can hold
 
 STEADY: list[dict[str, Any]] = [

@@ -120,6 +120,7 @@ def serve(config: Mapping[str, Any], sizes: shapes.Sizes, **settings: Any) -> No
             SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
             SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, max_tokens=4, ignore_eos=True),
             SamplingParams(temperature=0.8, presence_penalty=0.5, max_tokens=4, ignore_eos=True, logprobs=2),
+            SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=3, max_tokens=4, ignore_eos=True),
             SamplingParams(temperature=0.0, num_beams=4, n=1, max_tokens=4, ignore_eos=True),
         ):
             _answer(engine, params, sizes)

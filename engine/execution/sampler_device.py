@@ -200,7 +200,7 @@ class DeviceSampler:
         given = Uploads(self._device).put(arrays | {"uniforms": np.zeros((rows, 1))})
         parameters = Parameters(table=given["table"], uniforms=given["uniforms"])
         walked = LogitRows(logits, parameters, self._room("all", rows, vocabulary))
-        unused = torch.empty((2, rows, 1), dtype=torch.int32, device=self._device)
+        unused = torch.empty((2, _aligned(rows)), dtype=torch.int32, device=self._device)[:, :rows, None]
         walked.choose(unused[0], unused[1].view(torch.float32))
         everyone = walked.room.every[:rows]
         logprobs = torch.empty((rows, 1), dtype=torch.float32, device=self._device)
