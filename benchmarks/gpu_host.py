@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_host.py
     python benchmarks/gpu_host.py --models Qwen3-0.6B --rows 32 --chunk 512 --most 1.5
+    python benchmarks/gpu_host.py --output benchmarks/results/gpu-host.json
 
 A step is recorded by calling it once, under the driver of `gpu_cache.py`, and started again by doing nothing. So what
 is timed is all that Python does for a step that is a CUDA graph, from its plan to its launch (`ModelRunner.launch`):
@@ -40,13 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt beside them (default: 512)")
     parser.add_argument("--steps", type=int, default=48, help="steps that are timed (default: 48)")
     parser.add_argument("--most", type=float, default=1.5, help="ms that a step may take (default: 1.5)")
+    parser.add_argument("--output", type=Path, help="keep the result as JSON in this file")
     options = parser.parse_args(arguments)
     configs = {name: shapes.config_of(name, tiny=False) for name in options.models}
     if options.config:
         configs = {str(options.config): json.loads(options.config.read_text())}
     failed = False
+    found: list[dict[str, Any]] = []
     for name, config in configs.items():
         row = of_model(config, options.rows, options.chunk, options.steps)
+        found.append({"model": name, "rows": options.rows, "chunk": options.chunk, **row})
         print(
             f"{name}: {row['mixed_ms']:.2f} ms for a step of {options.rows} rows and {options.chunk} tokens of a "
             f"prompt, {row['decode_ms']:.2f} ms for one of the rows alone",
@@ -55,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row["eager"] or max(row["mixed_ms"], row["decode_ms"]) > options.most:
             failed = True
             print(f"{name}: " + (row["eager"] or f"more than {options.most} ms"), file=sys.stderr)
+    if options.output:
+        from offline import machine
+
+        result = {"benchmark": "gpu_host", "machine": machine(), "results": found}
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
     return int(failed)
 
 

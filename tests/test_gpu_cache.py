@@ -108,11 +108,15 @@ def test_what_a_step_takes_the_host_is_timed_without_a_gpu(tmp_path: Path) -> No
     few = ["--config", str(config), "--rows", "3", "--chunk", "16", "--steps", "6"]
     command = [sys.executable, str(BENCHMARKS / "gpu_host.py"), *few]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([*command, "--most", "1000"], env=environment, capture_output=True, text=True, timeout=540)
+    output = tmp_path / "host.json"
+    generous = [*command, "--most", "1000", "--output", str(output)]
+    done = subprocess.run(generous, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.search(r"(\S+) ms for a step of 3 rows and 16 tokens of a prompt, (\S+) ms for one", done.stdout)
     assert found is not None, done.stdout
     assert min(map(float, found.groups())) > 0
+    (row,) = json.loads(output.read_text())["results"]
+    assert [f"{row[name]:.2f}" for name in ("mixed_ms", "decode_ms")] == list(found.groups())
     done = subprocess.run([*command, "--most", "0.001"], env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 1
     assert "more than 0.001 ms" in done.stderr
