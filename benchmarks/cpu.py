@@ -11,7 +11,7 @@ of medians in this run. Work:
     http         streaming servers, 1, 8 and 32 of the mixed requests at a time
     gguf         decode, mixed and prefill on the same GGUF files in llama.cpp and Octavo (--quantization stored); a
                  LLaMA shape of 235M parameters
-    gguf-load    how long both take to load these files: warm, and cold, which is from the disk
+    gguf-load    how long both take to load such files of 1.1 billion parameters: warm, and cold, which is from the disk
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
                  and widened as without it); the same shape
@@ -148,10 +148,10 @@ class Run:
         self._stored("gguf", GGUF)
 
     def gguf_load(self) -> None:
-        """The same files, with and without the system having them in memory."""
+        """Larger files, with and without the system having them in memory."""
         if "llama.cpp" not in self.installs:
             return
-        with self._engines(self.llama("M"), GGUF) as ready:
+        with self._engines(self.llama("L"), GGUF) as ready:
             for one in ready:
                 one.settings = one.settings[:1]  # they differ in what is computed, and nothing is
             self._measure("gguf-load", ready, cases.load)

@@ -22,10 +22,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cli.main import main
 from engine import SamplingParams, quantise_checkpoint
+from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.inspection import inspect_model
 from engine.model import checkpoint, quantised_loading
+from engine.model.gguf import blocks
 from engine.model.gguf import folder as folders
 from engine.model.gguf.blocks import as_quantised, dequantise, find_format
 from engine.model.gguf.folder import stand_in
@@ -163,6 +165,25 @@ def test_q4_k_is_taken_as_it_is() -> None:
     assert made.inputs == 512
     largest = made.scales.float().abs().amax(-1, keepdim=True).repeat_interleave(32, 2).flatten(1)
     assert ((made.dense() - exact).abs() <= largest * 16 * 2.0**-11).all()
+
+
+def test_the_kernel_takes_q4_k_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, of blocks of any bytes whose scales are numbers; many, so that threads share them."""
+    format = find_format(12)
+    assert format is not None
+    octets = torch.randint(0, 256, (4099, format.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    octets[:, 1] &= 0xBF  # halves below 2
+    octets[:, 3] &= 0xBF
+    data = torch.cat((torch.zeros(3, dtype=torch.uint8), octets.flatten()))[3:]  # words do not begin where words may
+    calls: list[torch.Tensor] = []
+    by_kernel = int(blocks.native.available())
+    monkeypatch.setattr(blocks, "take_q4_k", lambda *given: (calls.append(given[0]), take_q4_k(*given)))
+    found = as_quantised(data, format, 4099)
+    monkeypatch.setattr(blocks.native, "available", lambda: False)
+    wanted = as_quantised(data, format, 4099)
+    assert len(calls) == by_kernel
+    assert torch.equal(found.values, wanted.values)
+    assert torch.equal(found.scales.view(torch.int16), wanted.scales.view(torch.int16))
 
 
 def test_one_of_plain_numbers_is_written_in_few_bits(

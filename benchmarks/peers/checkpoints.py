@@ -38,6 +38,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
+    # Large enough that a load is more than a process's start: 1.1 billion parameters.
+    "L": {
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends import native
 from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gguf import take_q4_k
 from engine.errors import UnsupportedModelError
 from engine.model.quantisation import Quantization
 from engine.model.stored.bits import check_halves
@@ -86,10 +88,13 @@ def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
     groups = format.numbers // GROUP
     values = torch.empty(len(blocks), groups, 4, dtype=torch.int32)
     lines = torch.empty(len(blocks), groups, 2, dtype=torch.float16)
-    step = _CHUNK // format.numbers
-    for start in range(0, len(blocks), step):
-        part = slice(start, start + step)
-        values[part], lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
+    if format.name == "Q4_K" and native.available():
+        take_q4_k(blocks.contiguous(), values, lines)
+    else:
+        step = _CHUNK // format.numbers
+        for start in range(0, len(blocks), step):
+            part = slice(start, start + step)
+            values[part], lines[part, :, 0], lines[part, :, 1] = format.lines(blocks[part])
     columns = len(blocks) // rows * format.numbers
     check_halves(lines)
     return Quantised(values.view(torch.uint8).view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)

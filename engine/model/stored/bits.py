@@ -90,7 +90,7 @@ def check_halves(scales: Tensor) -> None:
     Raises:
         ModelLoadError: names the setting that widens them instead.
     """
-    if not bool(scales.isfinite().all()):
+    if bool(((scales.view(torch.int16) & 0x7FFF) >= 0x7C00).any()):
         raise ModelLoadError(
             "A quantised matrix has scales that are no numbers, or beyond 65,504, the largest half. Use --quantization "
             "none, which widens it."

@@ -1,0 +1,20 @@
+"""Blocks of GGUF's formats as our own formats of few bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.backends.native.loading import Kernel
+
+_Q4_K = Kernel("gguf_q4_k", "pppi")
+
+
+def take_q4_k(blocks: Tensor, values: Tensor, lines: Tensor) -> None:
+    """Turn blocks of Q4_K into groups of our own 4 bits.
+
+    Args:
+        blocks: uint8 [count, 144], one after the other.
+        values: int32 [count, 8, 4] in one piece, written.
+        lines: float16 [count, 8, 2] in one piece, written: scales and minima.
+    """
+    _Q4_K.call(blocks.data_ptr(), values.data_ptr(), lines.data_ptr(), len(blocks))

@@ -1,0 +1,59 @@
+// Blocks of GGUF's Q4_K as groups of our own 4 bits.
+#include "half.h"
+#include "threads.h"
+
+using namespace octavo;
+
+namespace {
+
+constexpr int64_t BLOCK_BYTES = 144, GROUPS = 8, WORDS = 4;  // of our own, a group has as many words
+
+OCTAVO_INLINE uint32_t word_at(const uint8_t* from) {
+  uint32_t word;
+  __builtin_memcpy(&word, from, sizeof word);
+  return word;
+}
+
+// A group's scale and minimum of 6 bits each: the later four have their upper bits beside those of the first four.
+OCTAVO_INLINE void sixths(const uint8_t* packed, int64_t group, int& scale, int& minimum) {
+  if (group < 4) {
+    scale = packed[group] & 63;
+    minimum = packed[group + 4] & 63;
+  } else {
+    scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+    minimum = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+  }
+}
+
+}  // namespace
+
+// values [count, GROUPS, WORDS], as gemm_quantise_int4 makes them; lines [count, GROUPS, 2]: scales and minima as halves.
+OCTAVO_EXPORT(gguf_q4_k)(const uint8_t* blocks, uint32_t* values, uint16_t* lines, int64_t count) {
+  constexpr uint32_t LOWER = 0x0f0f0f0f;  // of each byte
+  parallel(count * GROUPS * WORDS >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      const uint8_t* block = blocks + i * BLOCK_BYTES;
+      float16 halves[2];
+      __builtin_memcpy(halves, block, sizeof halves);
+      const float scale = widened(halves[0]), minimum = widened(halves[1]);
+      for (int64_t group = 0; group < GROUPS; ++group) {
+        int steps, least;
+        sixths(block + 4, group, steps, least);
+        uint16_t* line = lines + (i * GROUPS + group) * 2;
+        line[0] = half_bits(scale * static_cast<float>(steps));
+        line[1] = half_bits(-(minimum * static_cast<float>(least)));
+      }
+      // Lower halves of 32 bytes are one group, upper halves the next.
+      for (int64_t pair = 0; pair < GROUPS / 2; ++pair) {
+        const uint8_t* from = block + 16 + pair * 32;
+        uint32_t* to = values + (i * GROUPS + 2 * pair) * WORDS;
+        for (int64_t j = 0; j < WORDS; ++j) {
+          const uint32_t first = word_at(from + 8 * j), second = word_at(from + 8 * j + 4);
+          to[j] = (first & LOWER) | (second & LOWER) << 4;
+          to[WORDS + j] = (first >> 4 & LOWER) | (second & ~LOWER);
+        }
+      }
+    }
+  });
+}
