@@ -210,15 +210,17 @@ class SpectrumEmbedding(nn.Module):
         return torch.cat([self._vectors(spectrum, min_rows) for spectrum in spectra])
 
     def _vectors(self, spectrum: Tensor, min_rows: int) -> Tensor:
-        x = self._convolved(spectrum.to(self.first.weight.dtype), self.first, 1, min_rows)
-        x = self._convolved(x.T, self.second, self.part.stride, min_rows)
+        x = self._convolved(spectrum.to(self.first.weight.dtype).T, self.first, 1, min_rows)
+        x = self._convolved(x, self.second, self.part.stride, min_rows)
         return x if self.positions is None else x + self.positions[self.offset : self.offset + len(x)]
 
     def _convolved(self, x: Tensor, kernel: Linear, stride: int, min_rows: int) -> Tensor:
-        """[places, features] of x [channels, frames]."""
-        reach = self.part.kernel // 2
-        seen = F.pad(x, (reach, reach)).unfold(1, self.part.kernel, stride)
-        rows = seen.permute(1, 0, 2).reshape(seen.shape[1], -1)
+        """[places, features] of x [frames, channels]."""
+        taps, reach = self.part.kernel, self.part.kernel // 2
+        padded = F.pad(x, (0, 0, reach, reach)).contiguous()
+        frames, channels = padded.shape
+        # What is seen at a place lies in one piece, which shares frames with those beside it.
+        rows = padded.as_strided(((frames - taps) // stride + 1, taps * channels), (stride * channels, 1))
         lacking = min_rows - len(rows)
         y: Tensor = kernel(F.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows)[: len(rows)]
         return F.gelu(y)

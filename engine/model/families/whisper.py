@@ -12,7 +12,7 @@ from engine.model.families.encoder_decoder import block_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Spectrum, Stack, Tokens
-from engine.model.table import Entry, Family, Reshaped, Sparse, WeightTable
+from engine.model.table import Entry, Family, Sparse, Taps, WeightTable
 
 NORM = Norm("layer", 1e-5, bias=True)
 
@@ -75,9 +75,9 @@ def weights(model: ModelSpec) -> WeightTable:
         Entry("decoder.embedding.tokens", ("model.decoder.embed_tokens.weight",), shard_axis=0),
         *head(model, "proj_out"),
     ]
-    for name, source, channels in (("first", "conv1", sound.bins), ("second", "conv2", sound.width)):
-        shape = Reshaped(((sound.width, channels, sound.kernel),))
-        entries.append(Entry(f"encoder.embedding.{name}.weight", (f"model.encoder.{source}.weight",), shape))
+    for name, source in (("first", "conv1"), ("second", "conv2")):
+        taps = Taps(sound.kernel)
+        entries.append(Entry(f"encoder.embedding.{name}.weight", (f"model.encoder.{source}.weight",), taps))
         entries.append(Entry(f"encoder.embedding.{name}.bias", (f"model.encoder.{source}.bias",)))
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         entries.append(Entry(f"{name}.embedding.positions", (f"model.{name}.embed_positions.weight",)))

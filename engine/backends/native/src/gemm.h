@@ -71,7 +71,8 @@ struct Tiles {
 // How threads divide a product: `row_parts` parts of the rows, as few as serve, each of them shared by
 // threads / row_parts threads that take different columns.
 OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
-  constexpr int64_t FREE = 8;  // rows that cost nothing while weights come from memory
+  constexpr int64_t FREE = 8;    // rows that cost nothing while weights come from memory
+  constexpr int64_t WORTH = 16;  // one of so many parts of the time pays for weights that each part of the rows reads
   int best = 1;
   int64_t least = INT64_MAX;
   for (int parts = 1; parts <= threads; ++parts) {
@@ -79,7 +80,7 @@ OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
     const int64_t part = (rows + parts - 1) / parts;
     const int64_t columns = (panels + threads / parts - 1) / (threads / parts);
     const int64_t cost = columns * larger(part, FREE);
-    if (cost < least) {
+    if (cost < least - least / WORTH) {
       least = cost;
       best = parts;
     }
