@@ -346,9 +346,9 @@ def test_matrices_are_packed_while_others_load(
     events: list[str] = []
     read, pack = weights.Checkpoint.read, Linear.pack
 
-    def reading(self: weights.Checkpoint, name: str) -> Tensor:
+    def reading(self: weights.Checkpoint, name: str, *others: Any) -> Tensor:
         events.append(name)
-        return read(self, name)
+        return read(self, name, *others)
 
     def packing(self: Linear, kind: Quantization | None = None, quantised: Any = None) -> None:
         pack(self, kind, quantised)

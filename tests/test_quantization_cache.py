@@ -85,9 +85,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     read = Checkpoint.read
 
-    def reading(self: Checkpoint, name: str) -> Tensor:
+    def reading(self: Checkpoint, name: str, *others: Any) -> Tensor:
         names.append(name)
-        return read(self, name)
+        return read(self, name, *others)
 
     monkeypatch.setattr(Checkpoint, "read", reading)
     return names

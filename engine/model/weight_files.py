@@ -130,11 +130,15 @@ class Checkpoint:
         part: Tensor = (self.read(name) if self.names[name] in self._packed else self._slice(name))[start:stop]
         return part
 
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, or what a matrix of few bits holds."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor as it is stored, or what a matrix of few bits holds.
+
+        Args:
+            dtype: what the tensor will be rounded to, which saves memory where it is done at once.
+        """
         place = self.names[name]
         if place not in self._packed:
-            return self._read(place)
+            return self._read(place, dtype)
         packed, parts = self._packed[place]
         return packed.decode(*(self._read(part) for part in parts))
 
@@ -171,10 +175,13 @@ class Checkpoint:
         """What the file calls a tensor."""
         return self.names[name][1]
 
-    def _read(self, place: tuple[Path, str]) -> Tensor:
+    def _read(self, place: tuple[Path, str], dtype: torch.dtype | None = None) -> Tensor:
         file, key = place
+        handle = self._handles[file]
         with _readable(file):
-            tensor: Tensor = self._handles[file].get_tensor(key)
+            if dtype is not None and isinstance(handle, GgufWeights):
+                return handle.get_tensor(key, dtype)
+            tensor: Tensor = handle.get_tensor(key)
         return tensor
 
     def _slice(self, name: str) -> Any:

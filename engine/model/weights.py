@@ -241,7 +241,8 @@ def _fill(
                 del destination
                 matrices.filled(pointer)
                 continue
-            stored = checkpoint.read(name)
+            formats = {destination.parameter.dtype for destination in left}
+            stored = checkpoint.read(name, formats.pop() if len(formats) == 1 else None)
             while left:
                 destination = left.pop()
                 source = stored.to(destination.parameter.dtype)

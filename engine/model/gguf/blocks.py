@@ -55,8 +55,8 @@ class BlockFormat:
         return "int8" if self.name == "Q8_0" else None if self.lines is None else "int4"
 
 
-def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
-    """The numbers [n] of bytes [n / numbers * size], in float32, or as they are where they are plain.
+def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers [n] of bytes [n / numbers * size], rounded to a format, or as they are where they are plain.
 
     Raises:
         UnsupportedModelError: the format is not read.
@@ -66,7 +66,7 @@ def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
     if format.decode is None:
         raise UnsupportedModelError(f"the format {format.name} is not read. Read are {', '.join(readable_formats())}.")
     blocks = data.view(-1, format.size)
-    out = torch.empty(len(blocks), format.numbers)
+    out = torch.empty(len(blocks), format.numbers, dtype=dtype)
     step = _CHUNK // format.numbers
     for start in range(0, len(blocks), step):
         out[start : start + step] = format.decode(blocks[start : start + step])

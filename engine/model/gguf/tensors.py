@@ -21,18 +21,20 @@ def mapped(path: Path) -> Tensor:
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
-def read_tensor(data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
-    """Items [start, stop) of a tensor's first dimension: as they are stored where they are plain, else in float32.
+def read_tensor(
+    data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Items [start, stop) of a tensor's first dimension: as they are stored where they are plain, else in a format.
 
     Args:
         data: of the file.
     """
     stop = info.shape[0] if stop is None else min(stop, info.shape[0])
     if len(info.shape) == 1:  # a row of blocks
-        return dequantise(data[info.begin : info.begin + info.size], info.format)[start:stop]
+        return dequantise(data[info.begin : info.begin + info.size], info.format, dtype)[start:stop]
     size = info.size // info.shape[0]
     octets = data[info.begin + start * size : info.begin + stop * size]
-    return dequantise(octets, info.format).view(stop - start, *info.shape[1:])
+    return dequantise(octets, info.format, dtype).view(stop - start, *info.shape[1:])
 
 
 def read_quantised(data: Tensor, info: TensorInfo, expert: int | None = None) -> Quantised:

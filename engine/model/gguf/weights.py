@@ -35,12 +35,14 @@ class GgufWeights:
         """The names, in the file's order."""
         return list(self._placed)
 
-    def get_tensor(self, name: str) -> Tensor:
-        """A tensor."""
+    def get_tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor; in a format, if it is stored in few bits and nothing is computed with it."""
         placed = self._placed[name]
+        dtype = dtype if placed.arrangement.keeps_rows else torch.float32
         if placed.expert is None:
-            return placed.arrangement.arrange(read_tensor(self._data, placed.info))
-        return placed.arrangement.arrange(read_tensor(self._data, placed.info, placed.expert, placed.expert + 1)[0])
+            return placed.arrangement.arrange(read_tensor(self._data, placed.info, dtype=dtype))
+        part = read_tensor(self._data, placed.info, placed.expert, placed.expert + 1, dtype)
+        return placed.arrangement.arrange(part[0])
 
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is stored in few bits."""
