@@ -5,8 +5,8 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
 # BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module; tools/pin_images.py renews the digest.
-# KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs: unless told, for two models and all
-# generations of GPUs. Where it is empty, kernels are compiled when they are first used:
+# KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs. Unless told, that is what two models
+# need on six generations of GPUs: 9 minutes and 4 GB of memory. Where it is empty, kernels are compiled at their first use:
 #   docker build --target cuda --build-arg KERNELS="--models Qwen3-0.6B --capabilities 90" -t octavo:cuda .
 # TORCH_INDEX is the package index that torch alone comes from; an empty one means pip's configured index. All else is
 # installed by the hashes of requirements/, which tools/lock.py writes.
@@ -65,8 +65,8 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
  && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/octavo/engine/backends/native/build.py
 
-# ---- kernels for GPUs, compiled without one into the folder that the image uses. Triton knows them by their source, not
-# by the packages that they are in.
+# ---- kernels for GPUs, compiled without one for the folder that Triton will use. It knows them by their source, not by
+# the packages that they are in.
 FROM builder AS kernels
 ARG KERNELS="--models Qwen3-0.6B Llama-3.1-8B --capabilities 80 86 89 90 100 120"
 # For Triton's module that starts kernels.
@@ -78,8 +78,11 @@ COPY benchmarks/gpu_cache.py benchmarks/
 COPY benchmarks/gpu_parts benchmarks/gpu_parts
 # KERNELS is several words.
 # hadolint ignore=SC2086
-RUN mkdir /triton \
- && if [ -n "$KERNELS" ]; then /app/venv/bin/python3 benchmarks/gpu_cache.py --cache /triton $KERNELS; fi
+RUN mkdir /kernels \
+ && if [ -n "$KERNELS" ]; then \
+      /app/venv/bin/python3 benchmarks/gpu_cache.py --cache /kernels --home /triton $KERNELS \
+      || echo "Some kernels are missing: they will be compiled when they are first used." >&2; \
+    fi
 
 # ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
 # is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept
@@ -118,20 +121,23 @@ CMD ["serve"]
 
 # ---- the targets
 FROM runtime AS cuda
-# Triton compiles kernels while it serves, and once a module in C that starts them, for which there are a compiler and
-# Python's headers here. Both are kept in /triton, where the image brings some, and which may be a volume: a new one takes
-# over what is in the image.
+# Triton compiles what /kernels lacks while it serves, and a module in C that starts kernels, for which there are a
+# compiler and Python's headers here. All is kept in /triton, which may be a volume.
 USER 0:0
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=builder /headers /
-COPY --from=kernels --chown=10001:10001 /triton /triton
+RUN mkdir /triton && chown 10001:10001 /triton
+COPY --from=kernels /kernels /kernels
+COPY deploy/start-cuda.sh /app/start
 USER 10001:10001
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     TRITON_CACHE_DIR=/triton
 COPY --from=libraries-cuda /app/venv /app/venv
 COPY --from=octavo /app/octavo /app/venv
+ENTRYPOINT ["/app/start"]
+CMD ["serve"]
 
 FROM runtime AS cpu
 COPY --from=libraries-cpu /app/venv /app/venv

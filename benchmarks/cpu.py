@@ -80,6 +80,7 @@ class Run:
         if options.quick:
             self.sizes = replace(self.sizes, repeats=1, http=((1, 2), (8, 8), (32, 32)), singles=4)
         self.installs: dict[str, Install] = {}
+        self.shapes: set[str] = set()
         self.missing: list[str] = []
         for peer in options.peers:
             install = process.find(peer, options.peers_dir)
@@ -99,6 +100,7 @@ class Run:
     def llama(self, shape: str = "S") -> Files:
         """A LLaMA-shaped checkpoint."""
         shape = "tiny" if self.options.tiny else shape
+        self.shapes.add(shape)
         return self._files(shape, lambda folder: make_llama(folder, SHAPES[shape]))
 
     def vocab_size(self, shape: str = "S") -> int:
@@ -298,7 +300,7 @@ class Run:
         rows = [goals.judge(goal, self.measured[goal.case]) for goal in goals.goals() if goal.case in self.measured]
         return {
             "benchmark": "cpu",
-            "shape": "tiny" if self.options.tiny else "S",
+            "shape": ", ".join(sorted(self.shapes)),
             "rounds": self.options.rounds,
             "threads": self.options.threads,
             "machine": machine() | {"load_average": list(os.getloadavg())},

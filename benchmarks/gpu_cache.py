@@ -1,12 +1,12 @@
-"""Triton's cache, filled without a GPU: what a model's start and steps compile, for each generation of GPUs.
+"""Triton's cache, filled without a GPU: what a model's start and steps compile, for generations of GPUs.
 
     python benchmarks/gpu_cache.py --cache triton-cache --models Qwen3-0.6B --capabilities 80 90
     python benchmarks/gpu_cache.py --cache triton-cache --config folder/config.json
     TRITON_CACHE_DIR=triton-cache octavo serve ...
 
 A process for each model and capability, and one for Triton's module in C that starts kernels, if there is a C compiler
-(with Python's headers). The folder serves the same versions of Octavo and Triton, where it is: Triton
-keeps whole paths there, so --home says where it will be, if that is another place.
+(with Python's headers). The folder serves the same versions of Octavo, Triton and Python, where it is: Triton keeps whole
+paths there, so --home says where it will be, if that is another place.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def test_runs_as_a_numeric_user_that_is_not_root() -> None:
 
 
 def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
-    assert of_kind("ENTRYPOINT") == [["[octavo]"]]
-    assert of_kind("CMD") == [["[serve]"]]
+    assert of_kind("ENTRYPOINT") == [["[octavo]"], ["[/app/start]"]]
+    assert of_kind("CMD") == [["[serve]"]] * 2
     assert of_kind("STOPSIGNAL") == [["SIGTERM"]]
     assert ["8000"] in of_kind("EXPOSE")
     assert ServerSettings().port == 8000
@@ -108,19 +108,45 @@ def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
     assert environment["OCTAVO_HOST"] == "0.0.0.0"
 
 
-def test_kernels_are_compiled_into_the_folder_that_is_used() -> None:
-    """Unless told otherwise for every kind of GPU; the cache is the user's, who adds to it."""
+def test_kernels_are_compiled_for_the_folder_that_is_used() -> None:
+    """Unless told otherwise for all models and GPUs that the benchmark knows; the folder is the user's, who adds to it."""
     (chosen,) = [words[0].removeprefix("KERNELS=") for words in of_kind("ARG") if words[0].startswith("KERNELS=")]
     told = dict(re.findall(r"--(\S+) ((?:(?!--)\S+ ?)+)", chosen))
     assert set(told["models"].split()) == set(shapes.MODELS)
     assert set(map(int, told["capabilities"].split())) == set(ahead.GPUS)
     stage = DOCKERFILE[DOCKERFILE.index("AS kernels") : DOCKERFILE.index("AS runtime")]
-    (program,) = re.findall(r"python3 (\S+) --cache /triton \$KERNELS", stage)
+    (program, folder, home) = re.findall(r"python3 (\S+) --cache (\S+) --home (\S+) \$KERNELS", stage)[0]
     assert (ROOT / program).is_file()
     assert not is_ignored(program)
     environment = dict(word.partition("=")[::2] for words in of_kind("ENV") for word in words)
-    assert environment["TRITON_CACHE_DIR"] == "/triton"
-    assert ["--from=kernels", f"--chown={of_kind('USER')[0][0]}", "/triton", "/triton"] in of_kind("COPY")
+    assert environment["TRITON_CACHE_DIR"] == home
+    assert ["--from=kernels", folder, folder] in of_kind("COPY")
+    assert f"mkdir {home} && chown {of_kind('USER')[0][0]} {home}" in DOCKERFILE
+
+
+def test_the_start_brings_the_images_kernels_to_a_volume(tmp_path: Path) -> None:
+    """What is there stays, and what cannot be copied keeps nothing from starting."""
+    image, volume, programs = (tmp_path / name for name in ("kernels", "triton", "bin"))
+    for folder in (image / "one", image / "two", volume / "two", programs):
+        folder.mkdir(parents=True)
+    for folder in ("one", "two"):
+        (image / folder / "decode.cubin").write_text(folder)
+    (volume / "two" / "decode.cubin").write_text("newer")
+    (programs / "octavo").write_text('#!/bin/sh\necho "octavo $*"\n')
+    (programs / "octavo").chmod(0o755)
+    script = tmp_path / "start"
+    script.write_text((ROOT / "deploy" / "start-cuda.sh").read_text().replace("/kernels", str(image)))
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "TRITON_CACHE_DIR": str(volume)}
+    command = ["sh", str(script), "serve", "a model"]
+    for _ in range(2):
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert (ran.stdout, ran.stderr) == ("octavo serve a model\n", "")
+        assert {file.parent.name: file.read_text() for file in volume.glob("*/*")} == {"one": "one", "two": "newer"}
+    ran = subprocess.run(
+        command, env=environment | {"TRITON_CACHE_DIR": "/dev/null"}, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "octavo serve a model\n"
+    assert "Not all kernels of the image are in /dev/null." in ran.stderr
 
 
 def health_command() -> list[str]:

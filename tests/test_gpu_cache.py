@@ -57,6 +57,36 @@ def test_a_cache_has_what_another_process_launches(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in moved.glob("*/*.cubin")} == before
 
 
+KEYS = """
+import sys
+
+from engine.backends.triton import attention_decode, attention_prefill
+from engine.backends.triton.attention import TritonAttention
+
+TritonAttention()
+kernels = {"decode": attention_decode.decode, "prefill": attention_prefill.prefill}
+known = {name: kernels[name].cache_key for name in sys.argv[1:]}
+print(sorted(known.items()))
+"""
+
+
+def test_kernels_have_the_same_keys_whichever_starts_first() -> None:
+    """Else what one process has compiled is not found by another, which begins with another step."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, *order],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for order in (("decode", "prefill"), ("prefill", "decode"))
+    ]
+    assert told[0] == told[1]
+
+
 START = """
 import sys
 from unittest import mock

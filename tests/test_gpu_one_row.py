@@ -191,18 +191,22 @@ def test_kernels_that_go_wrong_are_not_used(
         assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3
 
 
-def test_a_kernel_that_is_wrong_in_queries_alone_is_not_used(
-    checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("wrong", ["queries", "keys", "values"])
+def test_a_kernel_that_is_wrong_in_a_part_alone_is_not_used(
+    wrong: str, checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a context is one token, queries and keys say nothing: the row that is compared has a longer one."""
+    """Where a context is one token, queries and keys say nothing: the row that is compared has a longer one. Its own
+    keys and values say little even there: what is written is compared, too."""
     with recorded(checkpoint(CHECKPOINT).path) as engine:
         part = engine.runner.model.spec.trunk.attentions[0]
-        joined, queries = (part.heads + 2 * part.kv_heads) * part.head_dim, part.heads * part.head_dim
+        queries, keys = part.heads * part.head_dim, part.kv_heads * part.head_dim
+        joined = queries + 2 * keys
+        place = {"queries": slice(queries), "keys": slice(queries, queries + keys), "values": slice(-keys, None)}[wrong]
 
-        def without_queries(x: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        def without_it(x: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
             made = matvec_product(x, weight, *args, **how)
             if weight.shape[0] == joined:
-                made[:, :queries] = 0
+                made[:, place] = 0
             return made
 
         def kept() -> str:
@@ -210,7 +214,7 @@ def test_a_kernel_that_is_wrong_in_queries_alone_is_not_used(
             return engine.runner.graphs.one_row.kept["layers"]
 
         device = engine.runner.model.device
-        with mock.patch.object(matvec, "product", without_queries):
+        with mock.patch.object(matvec, "product", without_it):
             use_graphs(engine, device, *FASTER)
             assert kept() == FUSED.name, "a row of padding does not show it"
             with mock.patch.object(warmup, "_TYPICAL", 9), typical_row(engine.runner) as typical:

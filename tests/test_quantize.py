@@ -335,7 +335,7 @@ def test_what_cannot_be_written_is_refused(
 def test_the_command(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new"
     folder.mkdir()
-    assert main(["quantize", str(llama), str(folder), "--quantization", "int4", "--json"]) == 0
+    assert main(["quantize", str(llama), "--to", "int4", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["folder"] == str(folder)
     assert (found["quantization"], found["files"], found["matrices"]) == ("int4", 1, 14)

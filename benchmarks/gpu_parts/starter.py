@@ -34,11 +34,13 @@ def compile_starter() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         library, stand_in = Path(folder) / _LIBRARY, Path(folder) / "names.c"
         stand_in.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_LIBRARY}", "-o", str(library), str(stand_in)], check=True
-        )
-        ctypes.CDLL(str(library))  # what is linked with it finds it by its name from now on
-        sys.setdlopenflags(os.RTLD_LAZY)
-        knobs.nvidia.libcuda_path = folder
-        driver.CudaUtils()
+        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_LIBRARY}", "-o", str(library), str(stand_in)]
+        try:
+            subprocess.run(command, check=True)
+            ctypes.CDLL(str(library))  # what is linked with it finds it by its name from now on
+            sys.setdlopenflags(os.RTLD_LAZY)
+            knobs.nvidia.libcuda_path = folder
+            driver.CudaUtils()
+        except subprocess.CalledProcessError:  # it has said what
+            return "something that the C compiler needs"
     return None

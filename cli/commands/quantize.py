@@ -26,7 +26,7 @@ def parser() -> OneLineParser:
     made = OneLineParser(prog=PROG, usage=f"{PROG} MODEL FOLDER [flags]", description=DESCRIPTION)
     made.add_argument("model", metavar="MODEL", help="folder, GGUF file of plain numbers, or hub id")
     made.add_argument("folder", metavar="FOLDER", type=Path, help="that is made, and appears when all is written")
-    made.add_argument("--quantization", choices=_KINDS, default="int8", help="what matrices become [int8]")
+    made.add_argument("--quantization", "--to", choices=_KINDS, default="int8", help="what matrices become [int8]")
     made.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
     made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="most bytes of a file of weights [4GiB]")
     made.add_argument("--json", action="store_true", help="print JSON")

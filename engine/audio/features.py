@@ -17,7 +17,7 @@ from engine.errors import ModelLoadError
 
 _FILE = "preprocessor_config.json"
 _LEAST = 1e-10  # power, below which a logarithm is not taken
-_AT_ONCE = 4  # windows
+_AT_ONCE = 4  # windows whose features are computed
 _SLICE = 240  # frames whose spectra stay in a core's cache
 _PIECE = 8  # frames of a product so small that it does without threads of its own, which other work would hold up
 _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept

@@ -85,6 +85,7 @@ class DecodeGraphs:
         self.sampling: SamplingGraphs | None = None
         self.one_row = OneRow(model, record, seconds)
         self.num_replayed = 0
+        self._written = 0  # the slot of the row that is recorded
 
     @torch.inference_mode()
     def capture(self, typical: StepPlan | None = None) -> None:
@@ -98,6 +99,7 @@ class DecodeGraphs:
             if size == 1 and typical is not None:
                 self.state.load(typical)
                 self.state.inputs(1).moving.zero_()  # each replay computes the same
+                self._written = int(typical.slots[0])
             self._graphs[size] = self._recorder(size, "layers")(self._step(size))
             if self.sampling is not None:
                 self.sampling.capture(size, self._recorder(size, "logits"))
@@ -153,9 +155,12 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, count)]
 
     def _recorder(self, size: int, name: str) -> FormRecorder:
-        def outcome(form: RowForm) -> Tensor:
-            hidden = self.hidden[:1].clone()
-            return hidden if self.sampling is None or name == "layers" else self.sampling.logits(1, form)
+        def outcome(form: RowForm) -> list[Tensor]:
+            if self.sampling is not None and name == "logits":
+                return [self.sampling.logits(1, form)]
+            # A row's own keys and values say little in its own attention, and all in that of later ones.
+            block, place = divmod(self._written, self._cache.block_size)
+            return [self.hidden[:1], *(tensor[block, place] for layer in self._cache.layers for tensor in layer)]
 
         if size > 1:
             return lambda function: self._record(lambda: function(LIBRARY))

@@ -8,7 +8,7 @@ timed, and one is kept. A form whose results are others than those of the librar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -48,17 +48,17 @@ class OneRow:
         self.timed: dict[str, dict[str, float]] = {}
         self.kept: dict[str, str] = {}
 
-    def recorder(self, name: str, outcome: Callable[[RowForm], Tensor]) -> FormRecorder:
+    def recorder(self, name: str, outcome: Callable[[RowForm], Sequence[Tensor]]) -> FormRecorder:
         """What records a function for one row.
 
         Args:
             name: of the function, for the log.
-            outcome: its results, once it has run, which are to be the same in all forms.
+            outcome: its results, once it has run, each of which is to be the same in all forms.
         """
         return lambda function: self._fastest(name, function, outcome)
 
     def _fastest(
-        self, name: str, function: Callable[[RowForm], None], outcome: Callable[[RowForm], Tensor]
+        self, name: str, function: Callable[[RowForm], None], outcome: Callable[[RowForm], Sequence[Tensor]]
     ) -> Callable[[], None]:
         kept = self._record(lambda: function(LIBRARY))
         if self._seconds is None or not _has_forms(self._model):
@@ -71,7 +71,7 @@ class OneRow:
                 try:
                     replay = self._record(partial(function, form))
                     taken = self._seconds(replay)
-                    difference = _difference(_results(form, replay, outcome), wanted)
+                    difference = max(map(_difference, _results(form, replay, outcome), wanted))
                 except Exception as error:  # of torch and Triton all kinds: there is another form
                     logger.warning("%s of one row: %s cannot be used (%s)", name, form.name, error, exc_info=True)
                     break
@@ -92,9 +92,9 @@ class OneRow:
         return [FUSED, OVERLAPPING] if overlap.can_overlap(self._model.device) else [FUSED]
 
 
-def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowForm], Tensor]) -> Tensor:
+def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowForm], Sequence[Tensor]]) -> list[Tensor]:
     replay()
-    return outcome(form).double()
+    return [result.double() for result in outcome(form)]  # copies
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

@@ -206,7 +206,7 @@ class SpectrumEmbedding(nn.Module):
         """Args:
         min_rows: fewest rows of a matrix product.
         """
-        # One after the other: what a convolution sees takes several times a spectrum's memory.
+        # One after the other: where what a convolution sees is copied, it takes several times a spectrum's memory.
         return torch.cat([self._vectors(spectrum, min_rows) for spectrum in spectra])
 
     def _vectors(self, spectrum: Tensor, min_rows: int) -> Tensor:

@@ -132,6 +132,10 @@ class _Front:
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     counted: Counted = field(default_factory=lambda: Counted(0, 0))
 
+    def listening(self) -> Line | None:
+        """Its line, once it answers: while it starts, a question would wait."""
+        return self.line if self.ready.done() else None
+
 
 class _Service:
     """The fronts, and what is done for all of them.
@@ -379,9 +383,8 @@ class _Service:
         return None
 
     async def _render(self, accept: str | None) -> Rendered:
-        await asyncio.gather(
-            *(self._count(front, front.line) for front in list(self._fronts.values()) if front.line is not None)
-        )
+        lines = [(front, front.listening()) for front in self._fronts.values()]
+        await asyncio.gather(*(self._count(front, line) for front, line in lines if line is not None))
         return Rendered(*self._exposition.render(accept))
 
     async def _count(self, front: _Front, line: Line) -> None:
@@ -393,9 +396,10 @@ class _Service:
 
     async def _cancel(self, asking: _Front, question: CancelHere) -> Cancelled:
         for front in list(self._fronts.values()):
-            if front is not asking and front.line is not None:
+            line = front.listening()
+            if front is not asking and line is not None:
                 with contextlib.suppress(ConnectionError):
-                    found = await front.line.ask(question)
+                    found = await line.ask(question)
                     if isinstance(found, Cancelled) and found.answer is not None:
                         return found
         return Cancelled(None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import pkgutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -68,6 +69,19 @@ def obstacle(index: int | None) -> tuple[str, str]:
             "(TRITON_CACHE_DIR)."
         )
     return "", ""
+
+
+@functools.cache
+def settle_keys() -> None:
+    """Let Triton work out what it knows our kernels by, always in one order, so that other processes find what one has
+    compiled: a kernel's key has the globals of a function that it calls only where that one's key is known already
+    (Triton's `JITCallable.cache_key`)."""
+    from triton import JITFunction
+
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        for value in vars(importlib.import_module(f"{__name__}.{name}")).values():
+            if isinstance(value, JITFunction):
+                _ = value.cache_key
 
 
 def serves(device: torch.device) -> bool:

@@ -127,6 +127,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, flash: FlashPrompts | None = None):
         self.flash = flash
+        gpu.settle_keys()  # before any kernel starts
 
     @classmethod
     def made_for(cls, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class GgufWeights:
-    """The tensors of a file. What is stored in few bits is float32 here.
+    """The tensors of a file. What is stored in few bits is widened.
 
     Raises:
         ModelLoadError: the file is damaged or incomplete.

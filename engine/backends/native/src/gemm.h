@@ -69,18 +69,19 @@ struct Tiles {
 };
 
 // How threads divide a product: `row_parts` parts of the rows, as few as serve, each of them shared by
-// threads / row_parts threads that take different columns.
-OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
-  constexpr int64_t FREE = 8;    // rows that cost nothing while weights come from memory
-  constexpr int64_t WORTH = 16;  // one of so many parts of the time pays for weights that each part of the rows reads
+// threads / row_parts threads that take different columns. Every part reads all weights.
+OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int64_t panel_bytes, int threads) {
+  // What reading a panel takes, in rows that are multiplied by it: from memory, and from a core's cache.
+  constexpr int64_t FAR = 20, NEAR = 2, CACHE = 1 << 20;
+  const int64_t reading = panels * panel_bytes > CACHE ? FAR : NEAR;
   int best = 1;
   int64_t least = INT64_MAX;
   for (int parts = 1; parts <= threads; ++parts) {
     if (threads % parts || parts > rows) continue;
     const int64_t part = (rows + parts - 1) / parts;
     const int64_t columns = (panels + threads / parts - 1) / (threads / parts);
-    const int64_t cost = columns * larger(part, FREE);
-    if (cost < least - least / WORTH) {
+    const int64_t cost = columns * (part + reading);
+    if (cost < least) {
       least = cost;
       best = parts;
     }
@@ -179,7 +180,7 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
   const int64_t bytes = tile_bytes<Kernel>(p.inputs);
   const int64_t spare = p.workspace_tiles - (p.rows + Kernel::ROWS - 1) / Kernel::ROWS;
   const int working = static_cast<int>(smaller<int64_t>(threads, spare));
-  const int parts = row_parts(p.rows, panels, working), columns = working / parts;
+  const int parts = row_parts(p.rows, panels, Kernel::panel_bytes(p.inputs), working), columns = working / parts;
   // A lone tile is laid out by every thread for itself, which takes no longer and needs no waiting for each other.
   const bool alone = p.rows <= Kernel::ROWS * parts;
   const bool meet = !alone && columns > 1;
