@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers, trainers
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint
 from engine.model.gguf import folder as folders
+from engine.model.gguf.container import Gguf
+from engine.model.gguf.vocabulary import tokenizer_files
 from engine.text.processor import Tokenizer, load_tokenizer
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
@@ -181,6 +184,24 @@ def test_an_unknown_tokenizer_says_what_to_do(name: str, gguf: Any, tmp_path: Pa
     folder = checkpoint.locate(str(write(gguf, tmp_path / "tiny.gguf", "llama", **make(**more))))
     with pytest.raises(ModelLoadError, match=rf"No tokenizer can be made of .*tiny\.gguf: {why}.*by --tokenizer"):
         load_tokenizer(folder)
+
+
+def letters() -> list[str]:
+    return ["".join(each) for length in range(1, 18) for each in itertools.product("ab", repeat=length)]
+
+
+def runs() -> list[str]:
+    return [letter * length for letter in "ab" for length in range(1, 1025)]
+
+
+@pytest.mark.parametrize(("make", "most"), [(letters, "2097152 pairs"), (runs, "pairs of 33554432")])
+def test_a_vocabulary_of_too_many_merges_is_refused(make: Callable[[], list[str]], most: str, tmp_path: Path) -> None:
+    """Small files, in which each part of a token is a token: all merges would take gigabytes."""
+    tokens = make()
+    metadata = {"ggml.model": "llama", "ggml.tokens": tokens, "ggml.scores": [0.0] * len(tokens)}
+    file = Gguf(tmp_path / "x.gguf", 3, {f"tokenizer.{name}": value for name, value in metadata.items()}, {})
+    with pytest.raises(UnsupportedModelError, match=rf"x\.gguf: the first \d+ of its {len(tokens)} tokens .*{most}"):
+        tokenizer_files(file)
 
 
 @pytest.mark.slow

@@ -377,7 +377,7 @@ def test_what_is_not_read_is_refused_by_name(said: dict[str, Any], words: tuple[
         ("gptq-4", lambda t: t.update({Q + ".scales": t[Q + ".scales"][:, :9]}), "scales should have shape"),
         ("gptq-4", lambda t: t.update({Q + ".qzeros": t[Q + ".qzeros"][:1]}), "qzeros should have shape"),
         ("gptq-4", lambda t: t.update({Q + ".g_idx": t[Q + ".g_idx"] + 9}), "g_idx of a quantised matrix must lie"),
-        ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"].float()}), "should be a matrix of 32-bit"),
+        ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"].float()}), "should be a matrix of I32"),
         ("gptq-4", lambda t: t.update({Q + ".weight": torch.zeros(64, 64)}), "holds .*q_proj.weight twice"),
         ("gptq-4", lambda t: t.update({Q + ".extra": torch.zeros(1)}), "has no place for: .*q_proj.extra"),
         ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"][:4]}), "should have shape|g_idx"),

@@ -11,9 +11,19 @@ import torch
 from torch import Size, Tensor
 
 from engine.backends.native.gemm import Quantised
-from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.errors import UnsupportedModelError
 from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
-from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
+from engine.model.stored.scheme import (
+    REALS,
+    Packed,
+    Scheme,
+    Tensors,
+    count_groups,
+    expect,
+    matrices,
+    matrix_shape,
+    whole_number,
+)
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of eight outputs is."""
@@ -34,15 +44,13 @@ class Awq(Scheme):
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         for module, name in matrices(tensors, ".qweight"):
-            shape = tensors.shape(name)
-            if len(shape) != 2 or tensors.format(name) != "I32":
-                raise ModelLoadError(f"{tensors.path}: {name} should be a matrix of 32-bit integers.")
-            inputs, outputs = shape[0], shape[1] * 8
+            inputs, words = matrix_shape(tensors, name, "I32")
+            outputs = words * 8
             scales, zeros = f"{module}.scales", f"{module}.qzeros"
-            groups = tensors.shape(scales)[0] if scales in tensors.names else 1
-            parts = [name, expect(tensors, scales, (groups, outputs))]
+            groups = count_groups(tensors, scales, 0)
+            parts = [name, expect(tensors, scales, (groups, outputs), formats=REALS)]
             if zeros in tensors.names:
-                parts.append(expect(tensors, zeros, (groups, shape[1])))
+                parts.append(expect(tensors, zeros, (groups, words), formats=("I32",)))
             found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), _decode)
             if fits_groups(found.shape, groups) and tensors.format(scales) in HALVES:
                 found = replace(found, kind="int4", quantised=_as_lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Size, Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
+from engine.model.stored.scheme import REALS, Packed, Scheme, Tensors, expect, matrices, matrix_shape
 
 _STATE = ".weight.quant_state.bitsandbytes__"
+_LONGEST_STATE = 1 << 16  # bytes; bitsandbytes writes some hundreds
 
 
 class BitsAndBytes(Scheme):
@@ -27,8 +29,9 @@ class BitsAndBytes(Scheme):
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         for module, name in matrices(tensors, ".weight"):
             if tensors.format(name) == "I8":
-                shape = tensors.shape(name)
-                yield Packed(name, (name, expect(tensors, f"{module}.SCB", shape[:1])), shape, _of_bytes)
+                shape = Size(matrix_shape(tensors, name, "I8"))
+                peaks = expect(tensors, f"{module}.SCB", shape[:1], formats=REALS)
+                yield Packed(name, (name, peaks), shape, _of_bytes)
             elif states := [key for key in tensors.names if key.startswith(f"{module}{_STATE}")]:
                 yield _codes(tensors, name, states[0])
 
@@ -38,13 +41,20 @@ def _of_bytes(values: Tensor, peaks: Tensor) -> Tensor:
 
 
 def _codes(tensors: Tensors, name: str, state: str) -> Packed:
+    """A matrix of codes. Nothing of its state is believed: what it says is compared with what is stored."""
+    length = tensors.shape(state).numel()
+    if length > _LONGEST_STATE:
+        raise ModelLoadError(
+            f"{tensors.path}: {state} is damaged: it holds {length} bytes, and {_LONGEST_STATE} are the most."
+        )
+    expect(tensors, state, (length,), formats=("U8",))
     try:
         said = json.loads(bytes(tensors.read(state).tolist()))
         shape, block = Size(said["shape"]), int(said["blocksize"])
         nested = (int(said["nested_blocksize"]), float(said["nested_offset"])) if "nested_blocksize" in said else None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ModelLoadError(f"{tensors.path}: {state} is damaged: {error!r}.") from error
-    count = shape.numel()
+    count = math.prod(shape)
     if min(shape, default=0) < 1 or block < 1 or tensors.shape(name).numel() * 2 != count + count % 2:
         raise ModelLoadError(
             f"{tensors.path}: {name} should hold {count} numbers of 4 bits, but is stored as "
@@ -52,13 +62,22 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
         )
     if tensors.format(name) != "U8":
         raise UnsupportedModelError(f"{name} is stored as {tensors.format(name)}; codes of 4 bits are read from U8.")
+    block = min(block, count)  # largest numbers are repeated as often as the state says
     blocks = -(-count // block)
-    parts = [name, expect(tensors, f"{name}.absmax", (blocks,)), expect(tensors, f"{name}.quant_map", (16,)), state]
+    parts = [
+        name,
+        expect(tensors, f"{name}.absmax", (blocks,), formats=REALS if nested is None else ("U8",)),
+        expect(tensors, f"{name}.quant_map", (16,), formats=REALS),
+        state,
+    ]
     if nested is not None:
-        more = -(-blocks // nested[0])
+        size, offset = nested
+        if size < 1:
+            raise ModelLoadError(f"{tensors.path}: {state} is damaged: its nested_blocksize is {size}.")
+        nested = min(size, blocks), offset
         parts += [
-            expect(tensors, f"{name}.nested_absmax", (more,)),
-            expect(tensors, f"{name}.nested_quant_map", (256,)),
+            expect(tensors, f"{name}.nested_absmax", (-(-blocks // nested[0]),), formats=REALS),
+            expect(tensors, f"{name}.nested_quant_map", (256,), formats=REALS),
         ]
     return Packed(name, tuple(parts), shape, partial(_of_codes, shape=shape, block=block, nested=nested))
 

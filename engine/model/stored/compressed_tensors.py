@@ -15,7 +15,18 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 from engine.model.stored.bits import HALVES, as_lines, check_halves, fits_groups, grouped, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
-from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
+from engine.model.stored.scheme import (
+    REALS,
+    WHOLE,
+    Packed,
+    Scheme,
+    Tensors,
+    block_size,
+    count_groups,
+    expect,
+    matrices,
+    matrix_shape,
+)
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 MARK = "octavo_quantization"
@@ -32,13 +43,13 @@ class CompressedTensors(Scheme):
     )  # fmt: skip
 
     def __init__(self, config: Mapping[str, Any]):
-        groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+        groups = [group for group in _mapping(config, "config_groups").values() if isinstance(group, Mapping)]
         formats = {str(named) for named in (config.get("format"), *(group.get("format") for group in groups)) if named}
         if others := sorted(formats - set(_FORMATS)):
             raise UnsupportedModelError(
                 f"format of the config's quantization_config must be one of {', '.join(_FORMATS)}; got {others[0]!r}."
             )
-        sparsity = config.get("sparsity_config") or {}
+        sparsity = _mapping(config, "sparsity_config")
         if sparsity.get("format", "dense") != "dense":
             raise UnsupportedModelError(
                 f"sparsity_config of the config's quantization_config has the format {sparsity['format']!r}; only "
@@ -46,11 +57,8 @@ class CompressedTensors(Scheme):
             )
         weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
         self._bits = sorted({bits for w in weights if (bits := w.get("num_bits")) in range(1, 9)})
-        self._blocks = {
-            (int(block[0]), int(block[1]))
-            for block in (w.get("block_structure") for w in weights)
-            if isinstance(block, list | tuple) and len(block) == 2
-        }
+        blocks = (block_size(w.get("block_structure"), "block_structure") for w in weights)
+        self._blocks = {block for block in blocks if block is not None}
         if len(self._blocks) > 1:
             raise UnsupportedModelError("block_structure of the config's quantization_config has several values.")
         self.title = f"compressed-tensors ({config.get('format') or 'dense'})"
@@ -75,23 +83,24 @@ class CompressedTensors(Scheme):
                 yield found
 
     def _integers(self, tensors: Tensors, module: str, name: str) -> Packed:
-        shape = tensors.read(expect(tensors, f"{module}.weight_shape", (2,)))
+        shape = tensors.read(expect(tensors, f"{module}.weight_shape", (2,), formats=WHOLE))
         outputs, inputs = (int(n) for n in shape)
-        words = tensors.shape(name)
-        fitting = [bits for bits in self._bits if words == Size((outputs, -(-inputs * bits // 32)))]
-        if not fitting or tensors.format(name) != "I32":
+        words = matrix_shape(tensors, name, "I32")
+        fitting = [bits for bits in self._bits if words == (outputs, -(-inputs * bits // 32))]
+        if not fitting:
             raise ModelLoadError(
                 f"{tensors.path}: {name} should hold {outputs} x {inputs} integers of "
-                f"{' or '.join(map(str, self._bits))} bits, but is stored as {list(words)}, {tensors.format(name)}."
+                f"{' or '.join(map(str, self._bits))} bits, but is stored as {list(words)}."
             )
         bits = fitting[0]
         scale, groups = _scales(tensors, module, outputs)
         parts, has_zeros, has_order = [name, scale], False, False
         if (zeros := f"{module}.weight_zero_point") in tensors.names:
-            parts.append(expect(tensors, zeros, (outputs, groups), (-(-outputs * bits // 32), groups)))
+            lines = -(-outputs * bits // 32) if tensors.format(zeros) == "I32" else outputs
+            parts.append(expect(tensors, zeros, (lines, groups), formats=WHOLE))
             has_zeros = True
         if (order := f"{module}.weight_g_idx") in tensors.names:
-            parts.append(expect(tensors, order, (inputs,)))
+            parts.append(expect(tensors, order, (inputs,), formats=WHOLE))
             has_order = True
         decode = partial(_decode, bits=bits, shape=(outputs, inputs), has_zeros=has_zeros, has_order=has_order)
         kind: Quantization | None = None
@@ -103,6 +112,13 @@ class CompressedTensors(Scheme):
         elif by_groups and bits == 8 and held in HALVES and not has_zeros and groups * GROUP == inputs:
             kind, quantised = "int8", _as_groups
         return Packed(f"{module}.weight", tuple(parts), whole, decode, kind=kind, quantised=quantised)
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"{name} of the config's quantization_config must be a mapping; got {value!r}.")
+    return value
 
 
 def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -176,22 +192,22 @@ def _as_rows(values: Tensor, scales: Tensor) -> Quantised:
 def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:
     """Where the scales are, and of how many groups of inputs."""
     name = f"{module}.weight_scale"
-    shape = tensors.shape(name) if name in tensors.names else Size()
-    groups = shape[1] if len(shape) == 2 else 1
-    expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups))
+    groups = count_groups(tensors, name, 1)
+    expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups), formats=REALS)
     return name, groups
 
 
 def _bytes(tensors: Tensors, module: str, name: str) -> Packed:
-    shape = tensors.shape(name)
-    scale, groups = _scales(tensors, module, shape[0])
-    zeros = expect(tensors, f"{module}.weight_zero_point", (1,), (1, 1), (shape[0],), (shape[0], groups))
-    return Packed(name, (name, scale, zeros), shape, _of_bytes)
+    rows, columns = matrix_shape(tensors, name, "I8")
+    scale, groups = _scales(tensors, module, rows)
+    zeros = f"{module}.weight_zero_point"
+    expect(tensors, zeros, (1,), (1, 1), (rows,), (rows, groups), formats=(*WHOLE, *REALS))
+    return Packed(name, (name, scale, zeros), Size((rows, columns)), _of_bytes)
 
 
 def _of_bytes(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    rows = len(values)
-    return grouped(values, _by_rows(scales, rows), _by_rows(zeros, rows))
+    factors = _by_rows(scales, len(values))
+    return grouped(values, factors, _by_rows(zeros, len(values)).expand(factors.shape))
 
 
 def _by_rows(scales: Tensor, rows: int) -> Tensor:

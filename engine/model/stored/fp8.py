@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Size
 
-from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, scaled
+from engine.errors import ModelLoadError
+from engine.model.stored.scheme import REALS, Packed, Scheme, Tensors, block_size, expect, scaled
 
 _FORMATS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
@@ -22,14 +22,7 @@ class Fp8(Scheme):
     unread = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
 
     def __init__(self, config: Mapping[str, Any]):
-        block = config.get("weight_block_size")
-        if block is not None and not (
-            isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-        ):
-            raise UnsupportedModelError(
-                f"weight_block_size of the config's quantization_config must be rows and columns; got {block!r}."
-            )
-        self._block = None if block is None else (block[0], block[1])
+        self._block = block_size(config.get("weight_block_size"), "weight_block_size")
         self.title = "FP8"
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
@@ -46,7 +39,7 @@ def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) ->
         block: rows and columns for which there is a scale, where the shape of the scales says that.
 
     Raises:
-        ModelLoadError: there is no scale, or one of another shape.
+        ModelLoadError: there is no scale, or one of another shape or format.
     """
     stored = [name + ending for ending in _SCALES]
     scale = next((one for one in stored if one in tensors.names), stored[-1])
@@ -60,6 +53,7 @@ def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) ->
         shapes.append((*lead, rows, groups))
     if block is not None:
         shapes.append((*lead, -(-rows // block[0]), -(-columns // block[1])))
-    expect(tensors, scale, *shapes)
+    formats = (*REALS, "F8_E8M0", "U8") if tensors.format(name) in _FORMATS else REALS
+    expect(tensors, scale, *shapes, formats=formats)
     per_block = block is not None and tensors.shape(scale) == Size(shapes[-1])
     return Packed(name, (name, scale), shape, partial(scaled, block=block if per_block else None))

@@ -14,7 +14,18 @@ from torch import Size, Tensor
 from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
-from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
+from engine.model.stored.scheme import (
+    REALS,
+    WHOLE,
+    Packed,
+    Scheme,
+    Tensors,
+    count_groups,
+    expect,
+    matrices,
+    matrix_shape,
+    whole_number,
+)
 
 
 class Gptq(Scheme):
@@ -36,36 +47,29 @@ class Gptq(Scheme):
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         for module, name in matrices(tensors, ".qweight"):
-            words, outputs = _two(tensors, name)
-            if words * 32 % self._bits:
-                raise ModelLoadError(f"{tensors.path}: {name} holds no whole number of {self._bits}-bit integers.")
+            words, outputs = matrix_shape(tensors, name, "I32")
+            if words * 32 % self._bits or outputs * self._bits % 32:
+                raise ModelLoadError(
+                    f"{tensors.path}: {name}, stored as {[words, outputs]}, holds no whole number of {self._bits}-bit "
+                    "integers, or its zeros would fill no whole words."
+                )
             inputs = words * 32 // self._bits
             scales = f"{module}.scales"
-            groups = tensors.shape(scales)[0] if scales in tensors.names else 1
+            groups = count_groups(tensors, scales, 0)
             parts = [
                 name,
-                expect(tensors, scales, (groups, outputs)),
-                expect(tensors, f"{module}.qzeros", (groups, outputs * self._bits // 32)),
+                expect(tensors, scales, (groups, outputs), formats=REALS),
+                expect(tensors, f"{module}.qzeros", (groups, outputs * self._bits // 32), formats=("I32",)),
             ]
             order = f"{module}.g_idx" if f"{module}.g_idx" in tensors.names else None
             if order is not None:
-                parts.append(expect(tensors, order, (inputs,)))
+                parts.append(expect(tensors, order, (inputs,), formats=WHOLE))
             decode = partial(_decode, bits=self._bits, less_one=self._less_one)
             found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
             fits = self._bits == 4 and fits_groups(found.shape, groups) and tensors.format(scales) in HALVES
             if fits and (order is None or _neighbours(tensors.read(order), groups)):
                 found = replace(found, kind="int4", quantised=partial(_as_lines, less_one=self._less_one))
             yield found
-
-
-def _two(tensors: Tensors, name: str) -> tuple[int, int]:
-    shape = tensors.shape(name)
-    if len(shape) != 2 or tensors.format(name) != "I32":
-        raise ModelLoadError(
-            f"{tensors.path}: {name} should be a matrix of 32-bit integers, but is stored as {list(shape)}, "
-            f"{tensors.format(name)}."
-        )
-    return shape[0], shape[1]
 
 
 def _decode(

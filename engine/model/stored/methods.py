@@ -36,7 +36,9 @@ def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None
-    values: Mapping[str, Any] = said if isinstance(said, Mapping) else said.to_dict()
+    values = said.to_dict() if hasattr(said, "to_dict") else said
+    if not isinstance(values, Mapping):
+        raise UnsupportedModelError(f"The config's quantization_config must be a mapping; got {ascii(values)[:80]}.")
     method = values.get("quant_method")
     if method == "mxfp4" and reads_mxfp4:
         return Mxfp4()

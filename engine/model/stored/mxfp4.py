@@ -26,7 +26,12 @@ class Mxfp4(Scheme):
             scales = module + SCALES
             if scales in tensors.names and tensors.format(name) == tensors.format(scales) == "U8":
                 blocks, found = tensors.shape(name), tensors.shape(scales)
-                if len(blocks) < 3 or found != blocks[:-1]:
+                if len(blocks) < 4:
+                    raise ModelLoadError(
+                        f"{tensors.path}: {name} should have at least four dimensions, of matrices, rows, blocks and "
+                        f"bytes, but is stored as {list(blocks)}. Download it again."
+                    )
+                if found != blocks[:-1]:
                     raise ModelLoadError(
                         f"{tensors.path}: the tensor {scales} should have a number for each block of {name}, which is "
                         f"stored as {list(blocks)}, but is stored as {list(found)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,11 @@ from torch import Size, Tensor
 from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
+
+REALS = ("F64", "F32", "F16", "BF16")
+"""Formats of scales, in safetensors' words."""
+WHOLE = ("I64", "I32", "I16", "I8", "U8")
+"""Formats of whole numbers."""
 
 
 class Tensors(Protocol):
@@ -85,8 +90,11 @@ def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
             yield name.removesuffix(ending), name
 
 
-def expect(tensors: Tensors, name: str, *shapes: Iterable[int]) -> str:
-    """The name, of a tensor that is there and has one of these shapes.
+def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collection[str]) -> str:
+    """The name, of a tensor that is there and has one of these shapes and formats.
+
+    Args:
+        formats: in safetensors' words.
 
     Raises:
         ModelLoadError: it is not.
@@ -100,7 +108,50 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int]) -> str:
             f"{tensors.path}: the tensor {name} should have shape {wanted} by the others of its matrix, but is stored "
             f"as {list(found)}."
         )
+    if tensors.format(name) not in formats:
+        raise ModelLoadError(
+            f"{tensors.path}: the tensor {name} of a quantised matrix should be stored as {' or '.join(formats)}, but "
+            f"is stored as {tensors.format(name)}. Download it again."
+        )
     return name
+
+
+def matrix_shape(tensors: Tensors, name: str, format: str) -> tuple[int, int]:
+    """Rows and columns of a tensor that is there.
+
+    Args:
+        format: that it has to have, in safetensors' words.
+
+    Raises:
+        ModelLoadError: it is no matrix, or is in another format.
+    """
+    shape = tensors.shape(name)
+    if len(shape) != 2 or tensors.format(name) != format:
+        raise ModelLoadError(
+            f"{tensors.path}: {name} should be a matrix of {format}, but is stored as {list(shape)}, "
+            f"{tensors.format(name)}. Download it again."
+        )
+    return shape[0], shape[1]
+
+
+def count_groups(tensors: Tensors, scales: str, dim: int) -> int:
+    """Groups of a matrix's inputs: how many scales there are along `dim`; 1 where there are none or they are no matrix,
+    so that `expect` says what they should be."""
+    shape = tensors.shape(scales) if scales in tensors.names else Size()
+    return max(1, shape[dim]) if len(shape) == 2 else 1
+
+
+def block_size(value: Any, name: str) -> tuple[int, int] | None:
+    """Rows and columns for which there is a scale, of a setting of a `quantization_config`; None where there is none.
+
+    Raises:
+        UnsupportedModelError: it is something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+        return value[0], value[1]
+    raise UnsupportedModelError(f"{name} of the config's quantization_config must be rows and columns; got {value!r}.")
 
 
 def whole_number(config: Mapping[str, Any], name: str, allowed: Iterable[int], default: int | None = None) -> int:
@@ -133,6 +184,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
     if factors.dim() == 1:
         factors = factors[:, None]
     tall, wide = block or (-(-rows // factors.shape[-2]), -(-columns // factors.shape[-1]))
+    wide = min(wide, columns)  # scales are repeated as often as a config says
     if tall == 1:
         return numbers.mul_(factors.repeat_interleave(wide, -1)[..., :columns])
     for start in range(factors.shape[-2]):
