@@ -48,7 +48,8 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
     driver, oldest = driver_version(), _OLDEST.get(int(cuda.partition(".")[0]))
     if driver is not None and oldest is not None and int(driver.partition(".")[0]) < oldest:
         return f"torch is built for CUDA {cuda}, which needs an NVIDIA driver {oldest} or newer; it is {driver}", (
-            f"Install a driver {oldest} or newer, or a torch that is built for an older CUDA."
+            f"Install a driver {oldest} or newer, or a torch that is built for an older CUDA (for the image: the build "
+            "argument TORCH_INDEX names the package index that has it)."
         )
     return _hidden()
 
