@@ -238,7 +238,8 @@ class _Held:
         return self._tensors[name].shape
 
     def format(self, name: str) -> str:
-        formats = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64"}
+        formats = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64",
+                   torch.float16: "F16", torch.bfloat16: "BF16"}  # fmt: skip
         return formats.get(self._tensors[name].dtype, "F32")
 
     def read(self, name: str) -> Tensor:

@@ -25,9 +25,6 @@ from engine.model.stored.scheme import (
     whole_number,
 )
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight outputs is."""
-
 
 class Awq(Scheme):
     """`qweight`, `qzeros` and `scales` of a matrix."""
@@ -57,20 +54,25 @@ class Awq(Scheme):
             yield found
 
 
-def _decode(*parts: Tensor) -> Tensor:
-    return grouped(*_unpacked(*parts))
+def _decode(words: Tensor, *others: Tensor) -> Tensor:
+    return grouped(_levels(words), *_scaling(*others))
 
 
-def _as_lines(*parts: Tensor) -> Quantised:
-    return as_lines(*_unpacked(*parts))
+def _as_lines(words: Tensor, *others: Tensor) -> Quantised:
+    return as_lines(words, "awq", _levels, *_scaling(*others))
 
 
-def _unpacked(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers [outputs, inputs] of words [inputs, outputs / 8]; scales and zeros [outputs, groups]."""
+def _levels(words: Tensor) -> Tensor:
+    """Integers [outputs, inputs] of words [inputs, outputs / 8]."""
+    return _ordered(words).t().contiguous()
+
+
+def _scaling(scales: Tensor, packed_zeros: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [outputs, groups]."""
     zeros = torch.full_like(scales, 8) if packed_zeros is None else _ordered(packed_zeros)
-    return _ordered(words).t().contiguous(), scales.t(), zeros.t()
+    return scales.t(), zeros.t()
 
 
 def _ordered(words: Tensor) -> Tensor:
-    eights = unpacked(words, 4, 1).view(len(words), -1, 8)
-    return eights[..., list(_PLACES)].reshape(len(words), -1)
+    """Integers [rows, outputs] of words [rows, outputs / 8]: even outputs of eight come first, then odd ones."""
+    return unpacked(words, 4, 1).view(len(words), -1, 2, 4).transpose(2, 3).reshape(len(words), -1)

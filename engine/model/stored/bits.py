@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Size, Tensor
 
+from engine.backends import native
 from engine.backends.native.gemm import GROUP, Quantised, join_levels
+from engine.backends.native.repacking import Layout, repack
 from engine.errors import ModelLoadError
 
 HALVES = ("F16", "BF16")
@@ -18,15 +22,14 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     Args:
         bits: 1 to 8 of each. Where they do not divide 32, integers run on from word to word.
     """
-    if dim == 0:
-        return unpacked(words.t().contiguous(), bits, 1).t()
+    if dim == 0:  # a copy, since a view of one row keeps strides that bytes cannot have
+        return unpacked(words.t().clone(memory_format=torch.contiguous_format), bits, 1).t()
     rows = words.shape[0]
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets
     if 8 % bits == 0:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        return (octets[..., None] >> shifts & (1 << bits) - 1).view(rows, -1)
+        return torch.stack([octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).view(rows, -1)
     stream = (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).view(rows, -1)
     whole = stream[:, : stream.shape[1] // bits * bits].reshape(rows, -1, bits)
     return (whole << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
@@ -97,16 +100,23 @@ def check_halves(scales: Tensor) -> None:
         )
 
 
-def as_lines(levels: Tensor, scales: Tensor, zeros: Tensor) -> Quantised:
+def as_lines(
+    words: Tensor, layout: Layout, levels: Callable[[Tensor], Tensor], scales: Tensor, zeros: Tensor
+) -> Quantised:
     """(levels - zeros) * scales as our own 4 bits, where `fits_groups`; -zeros * scales are rounded to a half.
 
     Args:
-        levels: uint8 [rows, columns] from 0 to 15.
+        words: int32, the levels in this layout.
+        levels: makes uint8 [rows, columns] from 0 to 15 of the words. It is called where there is no native library.
         scales, zeros: [rows, groups].
     """
-    rows, columns = levels.shape
+    if native.available():
+        values = repack(words, layout)
+    else:
+        values = join_levels(levels(words).contiguous().view(len(scales), -1, GROUP))
     factors = scales.float()
     lines = torch.stack((factors, -zeros.float() * factors), -1).half()
     check_halves(lines)
-    lines = lines.repeat_interleave(columns // GROUP // scales.shape[1], dim=1)
-    return Quantised(join_levels(levels.contiguous().view(rows, -1, GROUP)), lines.contiguous(), columns)
+    repeats = values.shape[1] // scales.shape[1]
+    pairs = lines.view(torch.int32).expand(-1, -1, repeats).contiguous()  # of a scale and its minimum
+    return Quantised(values, pairs.view(torch.float16).view(*values.shape[:2], 2), values.shape[1] * GROUP)

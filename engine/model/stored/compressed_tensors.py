@@ -178,11 +178,13 @@ def _as_groups(words: Tensor, scales: Tensor) -> Quantised:
 
 
 def _as_lines(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> Quantised:
-    levels = unpacked(words, 4, 1)
     if packed_zeros is None:
-        return as_lines(levels, scales, torch.tensor(8))
-    zeros = unpacked(packed_zeros, 4, 0)[: len(scales)] if packed_zeros.dtype == torch.int32 else packed_zeros + 8
-    return as_lines(levels, scales, zeros)
+        zeros = torch.tensor(8)
+    elif packed_zeros.dtype == torch.int32:
+        zeros = unpacked(packed_zeros, 4, 0)[: len(scales)]
+    else:
+        zeros = packed_zeros + 8
+    return as_lines(words, "rows", partial(unpacked, bits=4, dim=1), scales, zeros)
 
 
 def _as_rows(values: Tensor, scales: Tensor) -> Quantised:

@@ -75,24 +75,26 @@ class Gptq(Scheme):
 def _decode(
     words: Tensor, scales: Tensor, packed_zeros: Tensor, groups: Tensor | None = None, *, bits: int, less_one: bool
 ) -> Tensor:
-    values, factors, zeros = _unpacked(words, scales, packed_zeros, bits, less_one)
-    return grouped(values, factors, zeros, None if groups is None or _neighbours(groups, len(scales)) else groups)
+    zeros = _zeros(packed_zeros, bits, less_one)
+    order = None if groups is None or _neighbours(groups, len(scales)) else groups
+    return grouped(_levels(words, bits), scales.t(), zeros, order)
 
 
 def _as_lines(
     words: Tensor, scales: Tensor, packed_zeros: Tensor, _groups: Tensor | None = None, *, less_one: bool
 ) -> Quantised:
-    return as_lines(*_unpacked(words, scales, packed_zeros, 4, less_one))
+    return as_lines(words, "gptq", partial(_levels, bits=4), scales.t(), _zeros(packed_zeros, 4, less_one))
 
 
-def _unpacked(
-    words: Tensor, scales: Tensor, packed_zeros: Tensor, bits: int, less_one: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers [outputs, inputs] of words [inputs * bits / 32, outputs]; scales and zeros [outputs, groups]."""
+def _levels(words: Tensor, bits: int) -> Tensor:
+    """Integers [outputs, inputs] of words [inputs * bits / 32, outputs]."""
+    return unpacked(words, bits, 0).t()
+
+
+def _zeros(packed_zeros: Tensor, bits: int, less_one: bool) -> Tensor:
+    """[outputs, groups]."""
     zeros = unpacked(packed_zeros, bits, 1)
-    if less_one:
-        zeros = zeros + 1 & (1 << bits) - 1
-    return unpacked(words.t().contiguous(), bits, 1), scales.t(), zeros.t()
+    return (zeros + 1 & (1 << bits) - 1 if less_one else zeros).t()
 
 
 def _neighbours(groups: Tensor, count: int) -> bool:
