@@ -5,8 +5,8 @@
     TRITON_CACHE_DIR=triton-cache octavo serve ...
 
 A process for each model and capability, and one for Triton's module in C that starts kernels, if there is a C compiler
-(with Python's headers). The folder serves the same versions of Octavo, Triton and Python, where it is: Triton keeps whole
-paths there, so --home says where it will be, if that is another place.
+(with Python's headers). The folder serves the same versions of Octavo, Triton and Python, where it is: Triton keeps
+whole paths there, so --home says where it will be, if that is another place.
 """
 
 from __future__ import annotations

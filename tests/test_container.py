@@ -109,7 +109,7 @@ def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
 
 
 def test_kernels_are_compiled_for_the_folder_that_is_used() -> None:
-    """Unless told otherwise for all models and GPUs that the benchmark knows; the folder is the user's, who adds to it."""
+    """Unless told otherwise for all models and GPUs that the benchmark knows; the user adds to the folder."""
     (chosen,) = [words[0].removeprefix("KERNELS=") for words in of_kind("ARG") if words[0].startswith("KERNELS=")]
     told = dict(re.findall(r"--(\S+) ((?:(?!--)\S+ ?)+)", chosen))
     assert set(told["models"].split()) == set(shapes.MODELS)
