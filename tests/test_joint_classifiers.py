@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mt5": ("MT5ForSequenceClassification", T5 | GATED),
     "bart": ("BartForSequenceClassification", BART),
     "bart-scaled": ("BartForSequenceClassification", BART | {"scale_embedding": True, "encoder_layers": 3}),
+    "plbart": ("PLBartForSequenceClassification", BART),
+    "mvp": ("MvpForSequenceClassification", BART),
     "mbart": ("MBartForSequenceClassification", BART),
     "mbart-with-start": ("MBartForSequenceClassification", BART | {"decoder_start_token_id": 3, "num_labels": 2}),
 }
