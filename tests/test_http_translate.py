@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlencode
 
+import httpx
 import pytest
 from support.text_seq2seq import TEXTS, TextCheckpoint
 from test_http_seq2seq import Api, serving
@@ -150,3 +152,57 @@ def test_what_is_not_read_is_said(m2m100: Api) -> None:
     answer = m2m100.post("/translate", q="sea", source="en", target="de", api_key="none", colour="red")
     assert answer.status_code == 200
     assert answer.headers["X-Octavo-Ignored-Fields"] == "colour"
+
+
+def post_form(api: Api, content: str, **headers: str) -> httpx.Response:
+    """As LibreTranslate's client in Python and `curl -d` do it."""
+    sent = {"Content-Type": "application/x-www-form-urlencoded", **headers}
+    return api.http.post("/translate", content=content, headers=sent)
+
+
+def test_forms(m2m100: Api) -> None:
+    text = "Bücher & 50% + night = 夜"
+    asked = {"q": text, "source": "en", "target": "de"}
+    answer = post_form(m2m100, urlencode(asked | {"api_key": "none"}))
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == translate(m2m100, **asked)
+    several = [
+        ("q", TEXTS[0]),
+        ("q", text),
+        ("source", "en"),
+        ("target", "de"),
+        ("alternatives", "1"),
+        ("format", "text"),
+    ]
+    answer = post_form(m2m100, urlencode(several))
+    assert answer.json() == translate(m2m100, **(asked | {"q": [TEXTS[0], text], "alternatives": 1}))
+    sent = {"Content-Type": "application/x-www-form-urlencoded"}
+    codes = m2m100.http.request("GET", "/languages", content="api_key=none", headers=sent)
+    assert codes.json() == m2m100.http.get("/languages").json()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        ("source=en&target=de", 400, "q is required"),
+        ('{"q": "sea", "source": "en", "target": "de"}', 400, "is required"),
+        ("q=sea&source=en&target=de&alternatives=many", 400, "alternatives: "),
+        ("q=sea&source=en&source=de&target=de", 400, "source: "),
+        ("q=%ff&source=en&target=de", 400, "not valid UTF-8"),
+        ("q=" * 5 + "&" * 5000, 400, "more than"),
+        ("q=" + "night%20" * 20_000 + "&source=en&target=de", 400, "encoder is 96 tokens"),
+        ("q=" + "a" * (16 << 20), 413, "max_body_size"),
+    ],
+    ids=["missing", "json", "number", "twice", "bytes", "fields", "long", "large"],
+)
+def test_forms_that_are_refused(m2m100: Api, content: str, status: int, words: str) -> None:
+    answer = post_form(m2m100, content)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+def test_forms_of_other_sites_are_refused(m2m100: Api) -> None:
+    """What a browser sends for a page of another site, without asking first."""
+    for origin in ("https://evil.example", "null"):
+        answer = post_form(m2m100, "q=sea&source=en&target=de", Origin=origin)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")

@@ -38,25 +38,36 @@ class StrictJsonRequest(Request):
         service: Service = self.app.state.service
         limit = parse_bytes(service.settings.max_body_size, "max_body_size")
         if len(content) <= _SMALL:
-            return read_body(content, self._model, limit)
+            return self.read(content, self._model, limit)
         async with service.reading:
-            return await asyncio.to_thread(read_body, content, self._model, limit)
+            return await asyncio.to_thread(self.read, content, self._model, limit)
+
+    @staticmethod
+    def read(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
+        """The body as the model; see `read_body`."""
+        return read_body(content, model, max_body_size)
 
 
 class StrictJsonRoute(APIRoute):
     """A route that reads its body as `StrictJsonRequest` does."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, model = super().get_route_handler(), self.body_model()
+
+        async def strict(request: Request) -> Response:
+            return await handle(
+                request if isinstance(request, StrictJsonRequest) else StrictJsonRequest(request, model)
+            )
+
+        return strict
+
+    def body_model(self) -> type[BaseModel]:
+        """What its bodies are validated as."""
         assert self.body_field is not None
         model = self.body_field.field_info.annotation
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
-
-        async def strict(request: Request) -> Response:
-            return await handle(StrictJsonRequest(request, model))
-
-        return strict
+        return model
 
 
 def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:

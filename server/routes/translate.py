@@ -15,9 +15,9 @@ from server.answering.endpoints import require
 from server.answering.seq2seq import Decoder, read_decoder
 from server.api import examples
 from server.api.parameters import shape_of
-from server.api.reading import StrictJsonRoute
 from server.api.schemas import CompletionChoice, CompletionRequest, Usage
 from server.api.translate_schemas import Language, TranslateRequest, TranslateResponse
+from server.api.urlencoded import KIND, FormOrJsonRoute
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.routes.completions import CompletionRun
@@ -25,7 +25,9 @@ from server.routes.completions import CompletionRun
 ENDPOINT = "/translate"
 _NAMES = {"prompt": "q", "src_lang": "source", "tgt_lang": "target", "n": "alternatives", "num_beams": "alternatives"}
 
-router = APIRouter(route_class=StrictJsonRoute)
+_FORM = {"requestBody": {"content": {KIND: {"schema": {"$ref": "#/components/schemas/TranslateRequest"}}}}}
+
+router = APIRouter(route_class=FormOrJsonRoute)
 listing = APIRouter()
 
 
@@ -41,7 +43,13 @@ async def list_languages(service: ServiceDep) -> list[Language]:
     return [Language(code=one, name=one, targets=[code for code in codes if code != one]) for one in codes]
 
 
-@router.post(ENDPOINT, response_model=TranslateResponse, responses=ERROR_RESPONSES, summary="Translate texts")
+@router.post(
+    ENDPOINT,
+    response_model=TranslateResponse,
+    responses=ERROR_RESPONSES,
+    openapi_extra=_FORM,
+    summary="Translate texts",
+)
 async def translate(
     body: Annotated[TranslateRequest, Body(openapi_examples=examples.TRANSLATE)], request: Request, service: ServiceDep
 ) -> Response:

@@ -1,0 +1,84 @@
+"""Bodies of application/x-www-form-urlencoded, within the memory of the body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+
+from server.api.base import MAX_FIELDS
+from server.api.reading import StrictJsonRequest, StrictJsonRoute
+from server.api.schemas import MAX_PROMPTS
+from server.errors import ApiError, describe_validation
+
+KIND = "application/x-www-form-urlencoded"
+_MOST = MAX_FIELDS + MAX_PROMPTS  # fields, each text of a list counted
+_PIECE = 64 * 1024  # bytes that are decoded at a time: a list of a body's escapes is many times as large as the body
+
+
+class FormOrJsonRoute(StrictJsonRoute):
+    """A route that reads its body as `StrictJsonRoute` does, or as a form, whose fields are those of the object.
+
+    A browser sends a form to any site without asking first; what a page of another site sends is refused by its Origin
+    (`server.door.hosts`).
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, model = super().get_route_handler(), self.body_model()
+
+        async def either(request: Request) -> Response:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            return await handle(_FormRequest(request, model) if kind == KIND else request)
+
+        return either
+
+
+class _FormRequest(StrictJsonRequest):
+    def __init__(self, request: Request, model: type[BaseModel]):
+        # The framework asks for the body's object only under this name.
+        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+        scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
+        super().__init__(Request(scope, request.receive), model)
+
+    @staticmethod
+    def read(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
+        return read_urlencoded(content, model)
+
+
+def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
+    """A form as a model; a field that is sent several times is a list.
+
+    Raises:
+        ApiError: no such form, too many fields, or not what the model takes.
+    """
+    if content.count(b"&") >= _MOST:
+        raise ApiError(400, f"The form has more than {_MOST} fields.", code="invalid_body")
+    fields: dict[str, list[str]] = {}
+    for part in content.split(b"&"):
+        name, _, value = part.partition(b"=")
+        if part:
+            fields.setdefault(_text(name), []).append(_text(value))
+    try:
+        # Not strict: a form has texts only, so that "2" is a number.
+        return model.model_validate({k: v[0] if len(v) == 1 else v for k, v in fields.items()}, strict=False)
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False)
+        raise describe_validation([{**error, "loc": ("body", *error["loc"])} for error in errors]) from None
+
+
+def _text(escaped: bytes) -> str:
+    found, at = bytearray(), 0
+    while at < len(escaped):
+        end = at + _PIECE
+        cut = escaped.find(b"%", end - 2, end)  # an escape of three bytes stays whole
+        end = cut if cut >= 0 else end
+        found += unquote_to_bytes(escaped[at:end].replace(b"+", b" "))
+        at = end
+    try:
+        return found.decode()
+    except UnicodeDecodeError as problem:
+        reason = f"{problem.reason} at byte {problem.start}"
+        raise ApiError(400, f"A part of the form is not valid UTF-8: {reason}.", code="invalid_body") from None
