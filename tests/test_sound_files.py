@@ -126,3 +126,55 @@ def test_a_worker_decodes() -> None:
             pool.close()
 
     np.testing.assert_allclose(samples_of(asyncio.run(run())), samples, atol=1e-4)
+
+
+JOINED = {
+    ("MP3", "MPEG_LAYER_III"): 0.1,
+    ("OGG", "VORBIS"): 0.05,
+    ("OGG", "OPUS"): 0.05,
+    ("FLAC", "PCM_16"): 1e-4,
+}
+
+
+@pytest.mark.parametrize(("form", "kind"), JOINED)
+def test_joined_files_are_read_to_their_end(form: str, kind: str) -> None:
+    """As `cat a b c` joins them, with a tag between them where the format has tags."""
+    one = written(sound(3.0), form=form, kind=kind)
+    length = len(samples_of(part_of(one)))
+    tag = b"TAG" + bytes(125) + b"ID3\x04\0\0\0\0\0\x10" + b"\xff\xfb\x90\xc4" * 4 if form == "MP3" else b""
+    data = (one + tag) * 3
+    part = part_of(data)
+    found = samples_of(part)
+    assert part.seconds == pytest.approx(9.0, abs=0.5)
+    assert abs(len(found) - 3 * length) <= 3 * 2400
+    step = len(found) // 3
+    loudness = [float(np.sqrt((found[i * step : (i + 1) * step] ** 2).mean())) for i in range(3)]
+    assert loudness == pytest.approx([loudness[0]] * 3, rel=0.05)
+    if form != "MP3":
+        np.testing.assert_allclose(found[step : 2 * step], found[:step], atol=JOINED[form, kind])
+    parts = [samples_of(part_of(data, start, 50_000)) for start in range(0, len(found) + 1, 50_000)]
+    np.testing.assert_allclose(np.concatenate(parts), found, atol=1e-3)
+    assert part_of(data, most=8.0).samples == b""
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_mp3_without_a_header(rate: int, channels: int) -> None:
+    """Quiet at first: by the first frame's size the file would be far shorter."""
+    samples = np.stack([np.concatenate([np.zeros(rate, np.float32), sound(3.0, rate)])] * channels, axis=1)
+    data = written(samples, rate, "MP3", "MPEG_LAYER_III")
+    whole = samples_of(part_of(data))
+    bare = data[data.index(data[:2], 100) :]
+    assert data.index(b"Xing") < len(data) - len(bare)
+    found = samples_of(part_of(bare))
+    assert len(whole) <= len(found) <= len(whole) + 0.2 * RATE
+    joined = samples_of(part_of(data + bare))
+    assert len(joined) == pytest.approx(2 * len(found), abs=0.1 * RATE)
+
+
+@pytest.mark.parametrize(("form", "kind"), JOINED)
+def test_joined_files_that_differ_are_refused(form: str, kind: str) -> None:
+    data = written(sound(1.0), form=form, kind=kind) + written(sound(1.0, 24_000), 24_000, form, kind)
+    with pytest.raises(ValueError, match="joined") as caught:
+        part_of(data)
+    assert "one by one" in str(caught.value)

@@ -7,6 +7,8 @@ import io
 import numpy as np
 import soundfile
 
+from engine.audio.links import links
+from engine.audio.mpeg import counted
 from engine.audio.resampling import Resampler, Samples
 
 FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
@@ -31,32 +33,72 @@ def decode_part(
         ValueError: it is no sound in a format that is read here, or broken; says so.
     """
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return _decode(file, rate, start, count, most_seconds)
+        form = _File(data).form
+        files = [_File(counted(data))] if form == "MP3" else [_File(one) for one in links(data, form)]
+        return _decode(files, rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
         raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
 
 
-def _decode(
-    file: soundfile.SoundFile, rate: int, start: int, count: int, most_seconds: float
-) -> tuple[Samples, float | None]:
-    if file.format not in FORMATS:
-        known = ", ".join(sorted(set(FORMATS.values())))
-        raise ValueError(f"its format is {file.format}, and those that are read are {known}")
-    if not RATES[0] <= file.samplerate <= RATES[1]:
-        raise ValueError(f"it has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read")
-    if file.channels > MOST_CHANNELS:
-        raise ValueError(f"it has {file.channels} channels, and {MOST_CHANNELS} at most are read")
-    seconds = file.frames / file.samplerate if 0 < file.frames < _UNKNOWN else None
+class _File:
+    """A file of one stream, open only while it is read: there may be many, and a decoder takes memory.
+
+    Attributes:
+        form: its format.
+        rate: samples a second.
+        frames: how many it says that it has; None if it does not.
+    """
+
+    def __init__(self, data: bytes):
+        self._data = data
+        with self.opened() as file:
+            if file.format not in FORMATS:
+                known = ", ".join(sorted(set(FORMATS.values())))
+                raise ValueError(f"its format is {file.format}, and those that are read are {known}")
+            if not RATES[0] <= file.samplerate <= RATES[1]:
+                raise ValueError(f"it has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read")
+            if file.channels > MOST_CHANNELS:
+                raise ValueError(f"it has {file.channels} channels, and {MOST_CHANNELS} at most are read")
+            self.form: str = file.format
+            self.rate: int = file.samplerate
+            self.frames: int | None = file.frames if 0 <= file.frames < _UNKNOWN else None
+
+    def opened(self) -> soundfile.SoundFile:
+        return soundfile.SoundFile(io.BytesIO(self._data))
+
+
+def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds: float) -> tuple[Samples, float | None]:
+    rates = sorted({file.rate for file in files})
+    if len(rates) > 1:
+        raise ValueError(
+            f"several files were joined in it, which have {rates[0]} and {rates[-1]} samples a second: send them one "
+            "by one, or convert the file to one rate"
+        )
+    counts = [file.frames for file in files if file.frames is not None]
+    if len(counts) < len(files) > 1:
+        raise ValueError("several files were joined in it, one of which does not say its length: send them one by one")
+    seconds = sum(counts) / rates[0] if sum(counts) else None
     nothing: Samples = np.zeros(0, dtype=np.float32)
     if seconds is not None and seconds > most_seconds:
         return nothing, seconds
-    resampler = Resampler(file.samplerate, rate)
+    resampler = Resampler(rates[0], rate)
     end = start + count
     first = resampler.first_needed(start)
-    source = _read(file, first, resampler.last_needed(end))
+    source = _read_all(files, first, resampler.last_needed(end))
     end = min(end, resampler.length(first + len(source)))
     return (resampler.block(source, first, start, end) if end > start else nothing), seconds
+
+
+def _read_all(files: list[_File], first: int, end: int) -> Samples:
+    """Mono samples from frame `first` up to, without, `end`, or the end of the last file."""
+    parts: list[Samples] = []
+    for one in files:
+        frames = end if one.frames is None else one.frames
+        if end > 0 and first < frames:
+            with one.opened() as file:
+                parts.append(_read(file, max(first, 0), min(end, frames)))
+        first, end = first - frames, end - frames
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 
 
 def _read(file: soundfile.SoundFile, first: int, end: int) -> Samples:
