@@ -33,6 +33,11 @@ def written(samples: np.ndarray, rate: int = RATE, form: str = "WAV", kind: str 
     return file.getvalue()
 
 
+def untold(flac: bytes) -> bytes:
+    """A FLAC file whose header tells no number of samples."""
+    return flac[:21] + bytes((flac[21] & 0xF0, 0, 0, 0, 0)) + flac[26:]
+
+
 def part_of(data: bytes, start: int = 0, count: int = 60 * RATE, most: float = 60.0) -> DecodedPart:
     return decode(SoundPart(data, RATE, start, count, most))
 
@@ -110,6 +115,23 @@ def test_a_header_may_lie() -> None:
     data[at : at + 4] = struct.pack("<I", 0x7FFFFFF0)
     found = samples_of(part_of(bytes(data)))
     assert 0 < len(found) <= len(samples) + 1
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("length", [1, 160, 4096, 4097, 48_000, 700_000])
+def test_a_flac_that_does_not_say_its_length(length: int, channels: int) -> None:
+    """As a program writes it to a pipe: the number of samples is 0."""
+    samples = np.stack([sound(length / RATE + 1)[:length]] * channels, axis=1)
+    told = written(samples, form="FLAC")
+    data = untold(told)
+    part = part_of(data)
+    assert part.seconds == pytest.approx(length / RATE)
+    np.testing.assert_array_equal(samples_of(part), samples_of(part_of(told)))
+    assert part_of(data + b"TAG" + bytes(125)).seconds == part.seconds
+    assert part_of(data, most=length / RATE * 0.9).samples == b""
+    assert part_of(data * 2).seconds == pytest.approx(2 * length / RATE)
+    with pytest.raises(ValueError, match="does not say how long it is"):
+        part_of(data[:-3])
 
 
 def test_a_worker_decodes() -> None:

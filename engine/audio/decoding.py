@@ -7,8 +7,8 @@ import io
 import numpy as np
 import soundfile
 
+from engine.audio import flac, mpeg
 from engine.audio.links import links
-from engine.audio.mpeg import counted
 from engine.audio.resampling import Resampler, Samples
 
 FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
@@ -16,25 +16,24 @@ RATES = (4_000, 384_000)  # samples a second that a file may have
 MOST_CHANNELS = 32
 _BLOCK = 1 << 20  # numbers that are read at a time
 _UNKNOWN = 1 << 40  # frames: more than any file has, so that they are only not known
+_COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted}
 
 
-def decode_part(
-    data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float
-) -> tuple[Samples, float | None]:
-    """Mono samples of a file, channels averaged, and how many seconds the file says that it has (None: it does not).
+def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float) -> tuple[Samples, float]:
+    """Mono samples of a file, channels averaged, and how many seconds the whole file has.
 
     Args:
         data: the file.
         rate: samples a second of the result.
         start, count: the first sample of the result, and how many; there are fewer where the file ends.
-        most_seconds: of a file that says that it is longer nothing is decoded.
+        most_seconds: of a longer file nothing is decoded.
 
     Raises:
         ValueError: it is no sound in a format that is read here, or broken; says so.
     """
     try:
         form = _File(data).form
-        files = [_File(counted(data))] if form == "MP3" else [_File(one) for one in links(data, form)]
+        files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in links(data, form)]
         return _decode(files, rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
         raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
@@ -46,7 +45,7 @@ class _File:
     Attributes:
         form: its format.
         rate: samples a second.
-        frames: how many it says that it has; None if it does not.
+        frames: how many it says that it has; `_UNKNOWN` or more if it does not.
     """
 
     def __init__(self, data: bytes):
@@ -61,25 +60,25 @@ class _File:
                 raise ValueError(f"it has {file.channels} channels, and {MOST_CHANNELS} at most are read")
             self.form: str = file.format
             self.rate: int = file.samplerate
-            self.frames: int | None = file.frames if 0 <= file.frames < _UNKNOWN else None
+            self.frames: int = file.frames
 
     def opened(self) -> soundfile.SoundFile:
         return soundfile.SoundFile(io.BytesIO(self._data))
 
 
-def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds: float) -> tuple[Samples, float | None]:
+def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds: float) -> tuple[Samples, float]:
     rates = sorted({file.rate for file in files})
     if len(rates) > 1:
         raise ValueError(
             f"several files were joined in it, which have {rates[0]} and {rates[-1]} samples a second: send them one "
             "by one, or convert the file to one rate"
         )
-    counts = [file.frames for file in files if file.frames is not None]
-    if len(counts) < len(files) > 1:
-        raise ValueError("several files were joined in it, one of which does not say its length: send them one by one")
-    seconds = sum(counts) / rates[0] if sum(counts) else None
+    frames = sum(file.frames for file in files)
+    if frames >= _UNKNOWN:
+        raise ValueError("it does not say how long it is, and its end is missing or broken")
+    seconds = frames / rates[0]
     nothing: Samples = np.zeros(0, dtype=np.float32)
-    if seconds is not None and seconds > most_seconds:
+    if seconds > most_seconds:
         return nothing, seconds
     resampler = Resampler(rates[0], rate)
     end = start + count
@@ -93,11 +92,10 @@ def _read_all(files: list[_File], first: int, end: int) -> Samples:
     """Mono samples from frame `first` up to, without, `end`, or the end of the last file."""
     parts: list[Samples] = []
     for one in files:
-        frames = end if one.frames is None else one.frames
-        if end > 0 and first < frames:
+        if end > 0 and first < one.frames:
             with one.opened() as file:
-                parts.append(_read(file, max(first, 0), min(end, frames)))
-        first, end = first - frames, end - frames
+                parts.append(_read(file, max(first, 0), min(end, one.frames)))
+        first, end = first - one.frames, end - one.frames
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from engine.audio.flac import MARK
 
-_FLAC = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # the mark, and the head of the block that comes first
 _PAGE, _BEGINS = 27, 2  # bytes of a page's head without its table; the flag of a stream's first page
 
 
@@ -21,7 +20,7 @@ def links(data: bytes, form: str) -> list[bytes]:
 
 
 def _flac_starts(data: bytes) -> list[int]:
-    return [found.start() for found in _FLAC.finditer(data)]
+    return [found.start() for found in MARK.finditer(data)]
 
 
 def _ogg_starts(data: bytes) -> list[int]:

@@ -38,13 +38,13 @@ async def windows(
         ApiError: it is no sound, too long, or takes a worker too much time or memory.
     """
     pool, cutter, rate = workers or shared_workers(), Cutter(log_mel.window_samples, log_mel.rate), log_mel.rate
-    start, count, most = 0, PART * rate, round(most_seconds * rate)
+    start, count = 0, PART * rate
     while True:
         part = await _decoded(pool, turn, SoundPart(content, rate, start, count, most_seconds))
+        if part.seconds > most_seconds:  # known before any window is asked for
+            raise too_long(part.seconds, most_seconds)
         samples = samples_of(part.samples)
         start += len(samples)
-        if start > most or (part.seconds is not None and part.seconds > most_seconds):
-            raise too_long(part.seconds if part.seconds is not None else start / rate, most_seconds)
         for window in cutter.add(samples):
             yield window
         if len(samples) < count:

@@ -29,11 +29,11 @@ class DecodedPart(msgspec.Struct, array_like=True):
 
     Attributes:
         samples: float32 in this machine's byte order, mono; fewer than asked for where the file ends.
-        seconds: how long the file says that it is; None if it does not.
+        seconds: how long the whole file is.
     """
 
     samples: bytes
-    seconds: float | None
+    seconds: float
 
 
 def decode(part: SoundPart) -> DecodedPart:
