@@ -194,6 +194,20 @@ def test_mp3_without_a_header(rate: int, channels: int) -> None:
     assert len(joined) == pytest.approx(2 * len(found), abs=0.1 * RATE)
 
 
+def test_a_joined_file_that_breaks_off_does_not_end_the_rest() -> None:
+    """A page of the first is broken: its decoder gives less than the file says."""
+    one = written(sound(3.0), form="OGG", kind="VORBIS")
+    at = one.rindex(b"OggS")
+    broken = bytearray(one)
+    before = one.rindex(b"OggS", 0, at)
+    broken[before + 40 : at] = bytes(at - before - 40)
+    part = part_of(bytes(broken) + one)
+    found = samples_of(part)
+    assert part.seconds == pytest.approx(6.0)
+    assert len(found) == 6 * RATE
+    np.testing.assert_allclose(found[-2 * RATE :], samples_of(part_of(one))[-2 * RATE :], atol=1e-4)
+
+
 @pytest.mark.parametrize(("form", "kind"), JOINED)
 def test_joined_files_that_differ_are_refused(form: str, kind: str) -> None:
     data = written(sound(1.0), form=form, kind=kind) + written(sound(1.0, 24_000), 24_000, form, kind)

@@ -93,8 +93,12 @@ def _read_all(files: list[_File], first: int, end: int) -> Samples:
     parts: list[Samples] = []
     for one in files:
         if end > 0 and first < one.frames:
+            begin, stop = max(first, 0), min(end, one.frames)
             with one.opened() as file:
-                parts.append(_read(file, max(first, 0), min(end, one.frames)))
+                part = _read(file, begin, stop)
+            if one is not files[-1]:  # what follows keeps its time, and is no end, where this one breaks off
+                part = np.pad(part, (0, stop - begin - len(part)))
+            parts.append(part)
         first, end = first - one.frames, end - one.frames
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 
