@@ -239,10 +239,12 @@ def judged(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
 
 
 def write(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Keep a result."""
+    """Keep a result. What is there is whole at each moment, as a process may be killed while it writes."""
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        draft = options.output.with_name(options.output.name + ".draft")
+        draft.write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(draft, options.output)
 
 
 def in_processes(options: argparse.Namespace) -> dict[str, Any]:

@@ -422,6 +422,40 @@ def test_a_process_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     assert len(kept) == len(names)
 
 
+TORN = """
+import sys
+part, output = sys.argv[2], sys.argv[-1]
+whole = '{"parts": {"kernels": ["' + part + '"]}}'
+open(output, "w").write(whole[:-9] if part == "torn" else whole)
+sys.exit(3 if part == "torn" else 0)
+"""
+
+
+def test_a_result_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    made = [jobs.Job(name, ("--parts", name), 60.0) for name in ("torn", "whole")]
+    found = jobs.run_all(made, [sys.executable, "-c", TORN], tmp_path, lambda _: None)
+    assert list(found["failures"]) == ["torn"]
+    assert found["failures"]["torn"].startswith("ended with the status 3; what it kept cannot be read: ")
+    assert found["parts"]["kernels"] == ["whole"]
+
+
+def test_a_result_is_whole_though_a_process_ends_while_it_writes(tmp_path: Path) -> None:
+    options: Any = SimpleNamespace(output=tmp_path / "results" / "gpu.json")
+    gpu.write({"first": 1}, options)
+
+    def torn(file: Path, text: str) -> None:
+        with file.open("w") as stream:
+            stream.write(text[: len(text) // 2])
+        raise gpu.PartTimeoutError("late")
+
+    with mock.patch.object(Path, "write_text", torn), pytest.raises(gpu.PartTimeoutError):
+        gpu.write({"second": 2}, options)
+    assert json.loads(options.output.read_text()) == {"first": 1}
+    gpu.write({"third": 3}, options)
+    assert json.loads(options.output.read_text()) == {"third": 3}
+    assert [file.name for file in options.output.parent.iterdir()] == ["gpu.json"]
+
+
 def test_the_whole_run_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process gets the time that is left, what it had by then is kept, and the rest is not begun."""
     now, limits = [100.0], []

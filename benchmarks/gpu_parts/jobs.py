@@ -70,10 +70,21 @@ def run(job: Job, limit: float, command: Sequence[str], output: Path) -> tuple[d
         process.kill()
         process.wait()
         ending = f"killed after {limit:.0f} s"
-    found = json.loads(output.read_text()) if output.exists() else {}
-    if not found and ending is None:
+    found, problem = kept(output)
+    if not found and ending is None and problem is None:
         ending = f"ended with the status {status} before it had anything"
-    return found, ending
+    return found, "; ".join(filter(None, (ending, problem))) or None
+
+
+def kept(output: Path) -> tuple[dict[str, Any], str | None]:
+    """What a process has kept so far, and why that cannot be read if it cannot."""
+    if not output.exists():
+        return {}, None
+    try:
+        found = json.loads(output.read_text())
+    except ValueError as error:  # of JSON and of UTF-8
+        return {}, f"what it kept cannot be read: {error}"
+    return found, None
 
 
 def merge(whole: dict[str, Any], found: dict[str, Any]) -> None:
