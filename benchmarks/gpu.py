@@ -12,8 +12,9 @@ One command, no download: weights are random, in the shapes of Qwen3-0.6B and Ll
     beams     steps of 4 beams beside greedy ones with as many rows
     peer      transformers' continuous batching on the same work
 
-Each part runs in a process of its own, once for each model, and each family of checks as well; what there is so far is
-kept after each. A part fails where its engine did not record its steps, overlap its kernels or use its own attention.
+Each part runs in a process of its own, once for each model, and each family of checks as well. Each row is kept as it
+appears; SIGTERM ends the process of that moment as well, and leaves what there is. A part fails where its engine did
+not record its steps, overlap its kernels or use its own attention.
 
     python benchmarks/gpu.py --goals
     python benchmarks/gpu.py --plan                   # what it would do, and the memory that takes
@@ -33,6 +34,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -248,7 +250,7 @@ def write(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def in_processes(options: argparse.Namespace) -> dict[str, Any]:
-    """The result of all parts, each in a process of its own."""
+    """The result of all parts, each in a process of its own. SIGTERM ends the one that runs and begins no other."""
     from gpu_parts import jobs
 
     command = [sys.executable, str(Path(__file__).resolve()), "--together", "--child", "--device", options.device]
@@ -257,14 +259,21 @@ def in_processes(options: argparse.Namespace) -> dict[str, Any]:
     command += ["--tiny"] if options.tiny else []
     if options.batches:
         command += ["--batches", *map(str, options.batches)]
-    with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as folder:
-        found = jobs.run_all(
-            planned(options),
-            command,
-            Path(folder),
-            lambda whole: write(judged(whole, options), options),
-            within=options.within,
-        )
+    # Nothing is raised where the signal arrives: that may be between a process's start and what ends it.
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as folder:
+            found = jobs.run_all(
+                planned(options),
+                command,
+                Path(folder),
+                lambda whole: write(judged(whole, options), options),
+                within=options.within,
+                stopped=told.is_set,
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return judged(found, options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -419,7 +420,8 @@ def test_a_process_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [one["kernel"] for one in whole["parts"]["kernels"]] == ["good", "spoils", "hangs", "last"]
     assert whole["machine"] == {"gpu": "good"}
-    assert len(kept) == len(names)
+    assert len(kept) >= len(names)
+    assert kept[-1] == str(whole)
 
 
 TORN = """
@@ -454,6 +456,89 @@ def test_a_result_is_whole_though_a_process_ends_while_it_writes(tmp_path: Path)
     gpu.write({"third": 3}, options)
     assert json.loads(options.output.read_text()) == {"third": 3}
     assert [file.name for file in options.output.parent.iterdir()] == ["gpu.json"]
+
+
+APPEARS = """
+import json, os, sys, time
+output, go = sys.argv[-1], sys.argv[1]
+for rows in (["first"], ["first", "second"]):
+    with open(output + ".draft", "w") as stream:
+        json.dump({"parts": {"kernels": rows}, "machine": {"process": os.getpid()}}, stream)
+    os.replace(output + ".draft", output)
+    while not os.path.exists(go):
+        time.sleep(0.02)
+"""
+
+
+def test_rows_are_merged_while_their_process_runs(tmp_path: Path) -> None:
+    """It goes on when the first one has been kept."""
+    kept, go = [], tmp_path / "go"
+
+    def keep(whole: dict[str, Any]) -> None:
+        kept.append(list(whole["parts"]["kernels"]))
+        go.touch()
+
+    whole = jobs.run_all([jobs.Job("two", (), 30.0)], [sys.executable, "-c", APPEARS, str(go)], tmp_path, keep)
+    assert whole["failures"] == {}
+    assert kept[0] == ["first"]
+    assert kept[-1] == ["first", "second"] == whole["parts"]["kernels"]
+
+
+def gone(process: int) -> bool:
+    """No process has that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_process_outlives_what_waits_for_it(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def keep(whole: dict[str, Any]) -> None:
+        found.append(whole["machine"]["process"])
+        raise KeyboardInterrupt
+
+    command = [sys.executable, "-c", APPEARS, str(tmp_path / "never")]
+    with pytest.raises(KeyboardInterrupt):
+        jobs.run_all([jobs.Job("waits", (), 30.0)], command, tmp_path, keep)
+    assert len(found) == 1
+    assert gone(found[0])
+
+
+def test_sigterm_ends_the_process_of_that_moment_and_leaves_what_it_kept(tmp_path: Path) -> None:
+    output, child = tmp_path / "gpu.json", tmp_path / "child"
+    found = "{'parts': {'kernels': [{'kernel': 'norms'}]}, 'machine': {'process': os.getpid()}}"
+    child.write_text(
+        f"#!{sys.executable}\nimport json, os, sys, time\n"
+        f"with open(sys.argv[-1], 'w') as stream: json.dump({found}, stream)\ntime.sleep(300)\n"
+    )
+    child.chmod(0o755)
+    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--checks", "layers", "row"]
+    code = (
+        f"import sys\nsys.path.append({str(BENCHMARKS)!r})\nimport gpu\nsys.executable = {str(child)!r}\n"
+        f"sys.exit(gpu.main({[*arguments, '--output', str(output)]}))\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(1200):
+            if output.exists() or run.poll() is not None:
+                break
+            time.sleep(0.1)
+        kept = json.loads(output.read_text())
+        assert kept["parts"]["kernels"] == [{"kernel": "norms"}]
+        assert not gone(kept["machine"]["process"])
+        run.terminate()
+        told = run.communicate(timeout=60)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 1
+    assert gone(kept["machine"]["process"])
+    result = json.loads(output.read_text())
+    assert result["parts"] == kept["parts"]
+    assert result["failures"] == {"kernels layers": jobs.STOPPED, "kernels row": f"not begun: {jobs.STOPPED}"}
+    assert "FAILED: kernels layers: ended, as the whole run was told to by SIGTERM" in told
 
 
 def test_the_whole_run_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import signal
@@ -12,6 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# How a process ends, and why others are not begun, when this one was told to end.
+STOPPED = "ended, as the whole run was told to by SIGTERM"
+# Seconds between two looks at a process and what it has kept.
+_LOOK = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,30 +56,57 @@ def plan(
     return made
 
 
-def run(job: Job, limit: float, command: Sequence[str], output: Path) -> tuple[dict[str, Any], str | None]:
-    """Run a process, whose output goes on to ours; what it kept, and how it ended if that was not by itself.
+def run(
+    job: Job,
+    limit: float,
+    command: Sequence[str],
+    output: Path,
+    seen: Callable[[dict[str, Any]], None],
+    stopped: Callable[[], bool],
+) -> tuple[dict[str, Any], str | None]:
+    """Run a process, whose output goes on to ours; what it kept, and how it ended if that was not by itself. It never
+    outlives this call, whatever ends that.
 
     Args:
         limit: seconds after which it is killed.
         command: the benchmark, to which the job's arguments and --output are added.
         output: where it keeps its result.
+        seen: is given what it kept so far, each time that this is new.
+        stopped: whether it is to be killed now.
     """
-    ending = None
+    ending, status, version, end = None, None, None, time.monotonic() + limit
     process = subprocess.Popen([*command, *job.arguments, "--output", str(output)])
     try:
-        status = process.wait(limit)
-        if status < 0:
-            ending = f"ended by {signal.Signals(-status).name}"
-        elif status not in (0, 1):
-            ending = f"ended with the status {status}"
-    except subprocess.TimeoutExpired:
-        process.kill()
+        while ending is None and (status := process.poll()) is None:
+            time.sleep(_LOOK)
+            if stopped():
+                ending = STOPPED
+            elif time.monotonic() >= end:
+                ending = f"killed after {limit:.0f} s"
+            elif (now := _version(output)) != version:
+                version, (found, problem) = now, kept(output)
+                if problem is None:
+                    seen(found)
+    finally:
+        process.kill()  # nothing where it has ended
         process.wait()
-        ending = f"killed after {limit:.0f} s"
+    if status is not None and status < 0:
+        ending = f"ended by {signal.Signals(-status).name}"
+    elif status not in (None, 0, 1):
+        ending = f"ended with the status {status}"
     found, problem = kept(output)
     if not found and ending is None and problem is None:
         ending = f"ended with the status {status} before it had anything"
     return found, "; ".join(filter(None, (ending, problem))) or None
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """Another one after each change of a file; None where there is none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def kept(output: Path) -> tuple[dict[str, Any], str | None]:
@@ -116,20 +149,31 @@ def run_all(
     folder: Path,
     keep: Callable[[dict[str, Any]], None],
     within: float = math.inf,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """The merged result of all jobs, each after the other; `keep` is given it after each.
+    """The merged result of all jobs, each after the other; `keep` is given what there is as soon as it appears.
 
     Args:
         within: seconds of all together; what has not ended by then is killed, and the rest is not begun.
+        stopped: whether all are to end now; asked several times a second.
     """
     end = time.monotonic() + within
     whole: dict[str, Any] = {"machine": {}, "rates": {}, "engines": {}, "parts": {}, "seconds": {}, "failures": {}}
+
+    def seen(found: dict[str, Any]) -> None:
+        so_far = copy.deepcopy(whole)  # merged anew each time, and for good when the process has ended
+        merge(so_far, found)
+        keep(so_far)
+
     for number, job in enumerate(jobs):
         rates = whole["rates"]
         known = ["--rates", *map(str, (rates["bandwidth"], rates["products"]))] if rates else []
-        limit, found = min(job.limit, end - time.monotonic()), {}
-        if limit > 0:
-            found, ending = run(job, limit, [*command, *known], folder / f"{number}.json")
+        limit = min(job.limit, end - time.monotonic())
+        found: dict[str, Any] = {}
+        if stopped():
+            ending: str | None = f"not begun: {STOPPED}"
+        elif limit > 0:
+            found, ending = run(job, limit, [*command, *known], folder / f"{number}.json", seen, stopped)
         else:
             ending = f"not begun: the {within:.0f} s of all parts are over"
         merge(whole, found)
