@@ -126,16 +126,13 @@ class Run:
 
     def _with_engine(self, model: str, config: dict[str, Any]) -> dict[str, float]:
         """Octavo's parts; its figures of the work that the peer will have."""
-        import torch
         from gpu_parts import decode, mixed, peer, shapes
 
         kind = self.options.quantization
         work, sizes, rates = shapes.Work.of(config, kind), self.sizes, self.rates
         ours: dict[str, float] = {}
         if self.device.type == "cuda":
-            sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
-            if lacking := sorted(set(self.sizes.batches) - set(sizes.batches)):
-                print(f"  no memory for pages of {', '.join(map(str, lacking))} rows: left out", flush=True)
+            sizes = self._fitting(model, work)
         settings = {"quantization": kind, "flash_prefill": self.options.flash_prefill}
         began = time.perf_counter()
         with shapes.random_engine(config, self.options.device, sizes, **settings) as engine:
@@ -152,11 +149,28 @@ class Run:
                 "beams": lambda: decode.beams(engine, sizes),
             }
             for part, act in acts.items():
-                if part in self.options.parts:
+                if part in sizes.parts:
                     self._attempt(part, f"{part} {model}", lambda part=part, act=act: self._rows(part, model, act()))
-            if "peer" in self.options.parts:
+            if "peer" in sizes.parts:
                 self._attempt("peer", f"peer {model}, octavo", lambda: ours.update(peer.octavo(engine, sizes)))
         return ours
+
+    def _fitting(self, model: str, work: Any) -> Any:
+        """The sizes that the memory is enough for; what is left out is named, and a part that has nothing left failed.
+
+        Raises:
+            RuntimeError: no part has anything left.
+        """
+        import torch
+
+        sizes = self.sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
+        for part, numbers in self.sizes.lacking(sizes).items():
+            unit = "tokens" if part == "prefill" else "rows"
+            problem = f"no memory for pages of {', '.join(map(str, numbers))} {unit}"
+            print(f"  {part}: {problem}: left out", flush=True)
+            if part not in sizes.parts:
+                self.failures[f"{part} {model}"] = problem
+        return sizes
 
     def _rows(self, part: str, model: str, found: Iterator[dict[str, Any]]) -> None:
         """Keep the rows of a part as they appear: whatever ends the process, what came before it is there.
@@ -222,10 +236,11 @@ class Run:
 
 
 def sizes_of(options: argparse.Namespace) -> Any:
-    """How much is measured."""
+    """How much is measured, of the parts that were asked for."""
     from gpu_parts import shapes
 
     sizes = shapes.TINY if options.tiny else shapes.Sizes()
+    sizes = replace(sizes, parts=tuple(part for part in _OF_AN_ENGINE if part in options.parts))
     return replace(sizes, batches=tuple(sorted(options.batches))) if options.batches else sizes
 
 
@@ -294,7 +309,7 @@ def tell_plan(options: argparse.Namespace) -> None:
     print(f"{'all together':28s} {options.within:5.0f} s at most")
     for model in options.models:
         work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny), options.quantization)
-        pages = [f"{rows} rows {work.kv_bytes * sizes.tokens(rows) / 1e9:.1f} GB" for rows in sizes.batches]
+        pages = [f"{rows} rows {work.kv_bytes * sizes.tokens('decode', rows) / 1e9:.1f} GB" for rows in sizes.batches]
         print(f"{model}: weights {work.weight_bytes / 1e9:.1f} GB; pages of {', '.join(pages)}")
 
 

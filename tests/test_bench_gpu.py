@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,10 +602,69 @@ def test_rows_are_kept_as_they_appear() -> None:
 def test_rows_that_do_not_fit_are_left_out() -> None:
     sizes, work = shapes.Sizes(), shapes.Work.of(shapes.MODELS[LLAMA])
     assert sizes.within(work, 141 * 10**9) == sizes
+    assert sizes.lacking(sizes) == {}
     small = sizes.within(work, 42 * 10**9)
     assert (small.batches, small.beam_rows, small.gap_batches) == ((1, 8, 32, 48), (32,), (1, 32))
-    with pytest.raises(RuntimeError, match="24 GB are free; weights of 15 GB, pages of 9 GB"):
-        sizes.within(work, 24 * 10**9)
+    assert sizes.lacking(small) == {"decode": [128, 256], "gap": [256], "beams": [256]}
+    least = sizes.within(work, 24 * 10**9)
+    assert (least.batches, least.prompts, least.mixed_rows, least.beam_rows) == ((1, 8), sizes.prompts, (), ())
+    assert least.parts == ("decode", "gap", "prefill")
+    assert sizes.lacking(least)["peer"] == [32]
+    with pytest.raises(RuntimeError, match=r"20 GB are free; weights of 15 GB, pages of 1\.3 GB and"):
+        sizes.within(work, 20 * 10**9)
+    with pytest.raises(RuntimeError, match=r"24 GB are free; weights of 15 GB, pages of 5\.6 GB and"):
+        replace(sizes, parts=("peer", "beams")).within(work, 24 * 10**9)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(20, 150),
+    st.sets(st.sampled_from(shapes.PARTS), min_size=1),
+    st.sets(st.sampled_from((1, 8, 48, 300)), min_size=1),
+    st.sampled_from((QWEN, LLAMA)),
+)
+def test_an_engine_has_what_its_parts_take_and_no_more_than_fits(
+    memory: int, parts: set[str], batches: set[int], model: str
+) -> None:
+    work = shapes.Work.of(shapes.MODELS[model])
+    sizes = replace(shapes.Sizes(), parts=tuple(sorted(parts)), batches=tuple(sorted(batches)))
+    try:
+        small = sizes.within(work, memory * 10**9)
+    except RuntimeError:
+        assert all(sizes.tokens(part, 1) * work.kv_bytes > (0.8 * memory - 17) * 1e9 for part in parts)
+        return
+    assert small.pages * work.kv_bytes + work.weight_bytes <= 0.8e9 * memory
+    assert small.pages == max(small.tokens(part, max(small.numbers(part))) for part in small.parts)
+    assert small.rows >= max((*small.batches, *small.gap_batches, *small.beam_rows, 1))
+    for part in parts:
+        kept = set(small.numbers(part)) if part in small.parts else set()
+        assert kept.isdisjoint(lacking := sizes.lacking(small).get(part, []))
+        assert kept.union(lacking) == set(sizes.numbers(part))
+
+
+def test_what_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a part that has nothing left has failed."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (24 * 10**9, 24 * 10**9))
+    sizes, work = replace(shapes.Sizes(), parts=("decode", "gap", "mixed")), shapes.Work.of(shapes.MODELS[LLAMA])
+    run: Any = SimpleNamespace(sizes=sizes, device=torch.device("cuda"), failures={})
+    assert gpu.Run._fitting(run, LLAMA, work).parts == ("decode", "gap")
+    assert run.failures == {f"mixed {LLAMA}": "no memory for pages of 32 rows"}
+    assert capsys.readouterr().out.splitlines() == [
+        "  decode: no memory for pages of 32, 48, 128, 256 rows: left out",
+        "  gap: no memory for pages of 32, 256 rows: left out",
+        "  mixed: no memory for pages of 32 rows: left out",
+    ]
+
+
+def test_an_engine_whose_part_is_one_alone_has_its_pages() -> None:
+    sizes = replace(shapes.TINY, parts=("decode",), batches=(2,), mixed_rows=(), beam_rows=(), gap_batches=())
+    config = shapes.config_of(QWEN, tiny=True)
+    work = shapes.Work.of(config)
+    with shapes.random_engine(config, "cpu", sizes) as engine:
+        assert engine.config.kv_cache_memory == sizes.tokens("decode", 2) * work.kv_bytes
+        (row,) = decode.decode(engine, work, H200, sizes)
+        assert row["rows"] == 2
+        assert engine.stats().num_preemptions == 0
 
 
 def test_what_is_not_as_it_is_meant_is_named() -> None:

@@ -26,6 +26,16 @@ from engine.model.transformer import Transformer
 _SHARE = 0.8
 # Of a weight, with its part of the scale that 32 have.
 _BYTES = {"int8": 34 / 32, "int4": 18 / 32}
+# The field of `Sizes` with the numbers that a part goes through; the peer has its rows at once.
+_NUMBERS = {
+    "decode": "batches",
+    "gap": "gap_batches",
+    "mixed": "mixed_rows",
+    "prefill": "prompts",
+    "beams": "beam_rows",
+}
+# The parts that need an engine.
+PARTS = (*_NUMBERS, "peer")
 # As published in the models' own config.json.
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -105,6 +115,8 @@ class Sizes:
         sampler: rows and vocabulary.
         copied: bytes that a copy reads to measure the bandwidth.
         product: rows, columns and inner size of the product that measures the matrix rate.
+        parts: those that are run, of `PARTS`. An engine has pages for these alone; all else of it is the same for all
+            parts, so that they measure the same engine.
     """
 
     batches: tuple[int, ...] = (1, 8, 32, 48, 128, 256)
@@ -126,44 +138,72 @@ class Sizes:
     sampler: tuple[int, int] = (256, 131072)
     copied: int = 2 * 2**30
     product: int = 8192
+    parts: tuple[str, ...] = PARTS
 
-    def tokens(self, rows: int) -> int:
-        """Of the pages that an engine needs for so many rows."""
-        return rows * (self.context + 2 * self.steps + 256) + 4 * self.max_model_len
+    def numbers(self, part: str) -> tuple[int, ...]:
+        """What a part goes through: numbers of rows, or a prompt's of tokens."""
+        return getattr(self, _NUMBERS[part]) if part in _NUMBERS else (self.peer_rows,)
+
+    def tokens(self, part: str, number: int) -> int:
+        """Of the pages that a part needs for one of its numbers; one step ahead, those of the step before are held."""
+        if part == "prefill":
+            held = number
+        elif part == "peer":
+            held = number * (self.peer_prompt + self.peer_answer)
+        else:
+            held = self._rows(part, number) * (self.context + 2 * self.steps + 256)
+        return held + self.chunk
+
+    @staticmethod
+    def _rows(part: str, number: int) -> int:
+        """Of a step. One step ahead, the prompt of the step before is still there."""
+        return {"prefill": 1, "mixed": number + 2}.get(part, number)
+
+    @property
+    def pages(self) -> int:
+        """Tokens of the pages that an engine has: what the one of its parts that needs most takes."""
+        return max((self.tokens(part, number) for part in self.parts for number in self.numbers(part)), default=0)
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a step, of all parts."""
+        return max(self._rows(part, number) for part in PARTS for number in self.numbers(part))
 
     def within(self, work: Work, memory: int) -> Sizes:
-        """Without the numbers of rows whose pages do not fit beside the weights.
+        """Without the numbers whose pages do not fit beside the weights, and the parts that have none left.
 
         Args:
             memory: bytes that are free.
 
         Raises:
-            RuntimeError: the fewest do not fit either.
+            RuntimeError: of no part the least fits.
         """
         most = memory * _SHARE - work.weight_bytes
-        least = work.kv_bytes * self.tokens(min(self.batches))
-        if least > most:
+
+        def fitting(part: str) -> tuple[int, ...]:
+            return tuple(number for number in self.numbers(part) if work.kv_bytes * self.tokens(part, number) <= most)
+
+        parts = tuple(part for part in self.parts if fitting(part))
+        if not parts:
+            least = min(self.tokens(part, min(self.numbers(part))) for part in self.parts)
             raise RuntimeError(
                 f"{memory / 1e9:.0f} GB are free; weights of {work.weight_bytes / 1e9:.0f} GB, pages of "
-                f"{least / 1e9:.0f} GB and what steps need do not fit"
+                f"{work.kv_bytes * least / 1e9:.1f} GB and what steps need do not fit"
             )
+        fewer: dict[str, Any] = {field: fitting(part) for part, field in _NUMBERS.items()}
+        return replace(self, parts=parts, **fewer)
 
-        def fitting(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(rows for rows in numbers if work.kv_bytes * self.tokens(rows) <= most)
-
-        return replace(
-            self,
-            batches=fitting(self.batches),
-            mixed_rows=fitting(self.mixed_rows),
-            beam_rows=fitting(self.beam_rows),
-            gap_batches=fitting(self.gap_batches),
-        )
+    def lacking(self, less: Sizes) -> dict[str, list[int]]:
+        """The numbers of each part that others, which are `within` a memory, have not."""
+        left = {part: less.numbers(part) if part in less.parts else () for part in self.parts}
+        without = {part: sorted(set(self.numbers(part)) - set(left[part])) for part in self.parts}
+        return {part: numbers for part, numbers in without.items() if numbers}
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt with its answer."""
         rows = self.context + 3 * (self.steps + self.warm)
-        return max(*self.prompts, self.mixed_chunk, rows, self.peer_prompt + self.peer_answer) + 64
+        return max((*self.prompts, self.mixed_chunk, rows, self.peer_prompt + self.peer_answer)) + 64
 
 
 TINY = Sizes(
@@ -260,19 +300,16 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
     Args:
         settings: of `EngineConfig`, instead of the benchmark's own.
     """
-    # One step ahead, the prompt of the step before is still there.
-    rows = max(*sizes.batches, *sizes.beam_rows, *(rows + 2 for rows in sizes.mixed_rows))
-    tokens = sizes.tokens(rows)
     chosen: dict[str, Any] = {
         "dtype": config["dtype"],
         "device": device,
         "skip_tokenizer_init": True,
         "max_model_len": sizes.max_model_len,
-        "max_num_seqs": rows,
-        "max_num_batched_tokens": max(sizes.chunk, rows),
+        "max_num_seqs": sizes.rows,
+        "max_num_batched_tokens": max(sizes.chunk, sizes.rows),
         "max_step_time": 0.0,
         "async_scheduling": True,  # a dry run on a CPU goes the way of a GPU
-        "kv_cache_memory": tokens * Work.of(config).kv_bytes,
+        "kv_cache_memory": sizes.pages * Work.of(config).kv_bytes,
         "generation_config": "none",
         "show_progress": False,
         "seed": 0,
