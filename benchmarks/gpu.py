@@ -300,17 +300,23 @@ def planned(options: argparse.Namespace) -> list[Any]:
 
 
 def tell_plan(options: argparse.Namespace) -> None:
-    """What would be done, and the memory that it takes; what does not fit beside the weights is left out."""
+    """What would be done, and the memory that it takes; what does not fit beside the weights is left out. An engine has
+    the pages of the largest number of its part, or of all parts if they run together."""
     from gpu_parts import shapes
 
     sizes = sizes_of(options)
     for job in planned(options):
         print(f"{job.label:28s} {min(job.limit, options.within):5.0f} s at most")
     print(f"{'all together':28s} {options.within:5.0f} s at most")
-    for model in options.models:
+    for model in options.models if sizes.parts else ():
         work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny), options.quantization)
-        pages = [f"{rows} rows {work.kv_bytes * sizes.tokens('decode', rows) / 1e9:.1f} GB" for rows in sizes.batches]
-        print(f"{model}: weights {work.weight_bytes / 1e9:.1f} GB; pages of {', '.join(pages)}")
+        pages = sizes.pages * work.kv_bytes / 1e9
+        print(f"{model}: weights {work.weight_bytes / 1e9:.1f} GB; pages {pages:.1f} GB at most:")
+        for part in sizes.parts:
+            unit = "tokens" if part == "prefill" else "rows"
+            needs = {number: sizes.tokens(part, number) * work.kv_bytes / 1e9 for number in sizes.numbers(part)}
+            told = ", ".join(f"{number} {unit} {size:.1f} GB" for number, size in needs.items())
+            print(f"  {part:26s} {told}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -394,9 +394,38 @@ def test_what_would_be_done_is_told_without_a_gpu() -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^kernels attention +160 s at most$", done.stdout, re.MULTILINE)
     assert re.search(r"^beams Llama-3.1-8B +320 s at most$", done.stdout, re.MULTILINE)
-    assert f"{LLAMA}: weights 15.0 GB; pages of 1 rows" in done.stdout
+    assert f"{LLAMA}: weights 15.0 GB; pages 47.2 GB at most:" in done.stdout
+    assert re.search(r"^  prefill +2048 tokens 1.3 GB, .*, 16384 tokens 3.2 GB$", done.stdout, re.MULTILINE)
     assert re.search(r"^all together +540 s at most$", done.stdout, re.MULTILINE)
     assert QWEN not in done.stdout
+
+
+@pytest.mark.parametrize("parts", [("decode",), ("mixed",), ("prefill", "peer"), gpu.PARTS])
+def test_the_memory_that_is_told_is_what_the_engine_is_asked_to_take(
+    parts: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the parts that were asked for alone."""
+    made: list[Any] = []
+
+    def engine(config: Any) -> Any:
+        made.append(config)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(shapes, "Engine", engine)
+    arguments = ["--batches", "1", "--parts", *parts, "--models", LLAMA, "--plan"]
+    assert gpu.main(arguments) == 0
+    told = capsys.readouterr().out
+    with shapes.random_engine(shapes.MODELS[LLAMA], "cpu", gpu.sizes_of(gpu._options(arguments))):
+        asked = made[0].kv_cache_memory / 1e9
+    assert f"{LLAMA}: weights 15.0 GB; pages {asked:.1f} GB at most:" in told
+    assert re.findall(r"^  (\w+) ", told, re.MULTILINE) == [part for part in gpu._OF_AN_ENGINE if part in parts]
+    if parts == ("decode",):
+        assert asked == pytest.approx((1376 + 8192) * 128 * 1024 / 1e9)
+
+
+def test_what_needs_no_engine_has_no_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--plan", "--parts", "kernels", "sampler"]) == 0
+    assert "pages" not in capsys.readouterr().out
 
 
 CRASHES = """
