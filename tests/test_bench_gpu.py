@@ -321,6 +321,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert [(row["rows"], row["chunk"]) for row in parts["mixed"][model]] == [(3, 16)]
         assert all(row["times_floor"] > 0 and row["launch_ms"] > 0 for row in parts["mixed"][model])
         assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
+        assert all(row["steps"] == 2 * shapes.TINY.steps for row in parts["beams"][model])
         assert parts["start"][model]["seconds"] > 0
         peer = parts["peer"][model]
         # It may want a GPU that is there; and on a CPU transformers 5.17 finds no memory without psutil.
@@ -626,6 +627,32 @@ def test_rows_are_kept_as_they_appear() -> None:
     with pytest.raises(RuntimeError, match="only 47 of 48 steps of 8 rows ran as CUDA graphs"):
         gpu.Run._rows(run, "decode", LLAMA, found(broken=True))
     assert shapes.ran_eagerly([{"rows": 8, "steps": 9}, {"tokens": 2048}]) == ""
+
+
+def test_a_step_of_beams_that_ran_eagerly_is_named() -> None:
+    """Of the greedy steps and those of beams that are timed, each counts once; of the warm ones none does."""
+    config, sizes = shapes.config_of(QWEN, tiny=True), replace(shapes.TINY, steps=6)
+    launched: list[bool] = []  # whether of beams
+    eager: set[int] = set()
+    with shapes.random_engine(config, "cpu", sizes) as engine:
+        runner: Any = engine.runner
+        launch, graphs = runner.launch, SimpleNamespace(num_replayed=0)
+        graphs.serves = graphs.sample = lambda *_: None  # all is computed as without it
+
+        def counted(plan: Any) -> Any:
+            if plan.num_tokens == plan.num_rows == 8:  # rows that decode, and no prompt beside them
+                graphs.num_replayed += len(launched) not in eager
+                launched.append(plan.searches is not None)
+            return launch(plan)
+
+        runner.graphs, runner.launch = graphs, counted
+        (row,) = decode.beams(engine, sizes)
+        assert (row["steps"], row["steps_as_graphs"]) == (12, 12)
+        assert shapes.ran_eagerly([row]) == ""
+        assert launched[-2]
+        eager.add(2 * len(launched) - 2)  # the same steps come again, those of beams last
+        (row,) = decode.beams(engine, sizes)
+        assert shapes.ran_eagerly([row]) == "only 11 of 12 steps of 8 rows ran as CUDA graphs"
 
 
 def test_rows_that_do_not_fit_are_left_out() -> None:

@@ -240,13 +240,17 @@ def _prompt(engine: Engine, length: int, number: int) -> float:
 
 
 def beams(engine: Engine, sizes: Sizes, width: int = 4) -> Iterator[dict[str, Any]]:
-    """Steps of beams beside greedy steps of as many rows."""
+    """Steps of beams beside greedy steps of as many rows; `steps` and those that were graphs are of both together."""
     for rows in sizes.beam_rows:
-        medians = []
+        medians, steps, as_graphs = [], 0, 0
         for wide in (1, width):
             with decoding_rows(engine, rows, sizes, beams=wide) as ready:
                 ready.run(sizes.warm)
-                medians.append(pace(ready.run(sizes.steps)))
+                replayed = _replayed(engine)
+                times = ready.run(sizes.steps)
+                as_graphs += _replayed(engine) - replayed
+            medians.append(pace(times))
+            steps += len(times)
         greedy, searching = medians
         print(
             f"  {rows:4d} rows: greedy {1e3 * greedy:.3f} ms a step, {width} beams {1e3 * searching:.3f} ms: "
@@ -256,6 +260,8 @@ def beams(engine: Engine, sizes: Sizes, width: int = 4) -> Iterator[dict[str, An
         yield {
             "rows": rows,
             "beams": width,
+            "steps": steps,
+            "steps_as_graphs": as_graphs,
             "greedy_ms": 1e3 * greedy,
             "beams_ms": 1e3 * searching,
             "percent_of_greedy": 100 * greedy / searching,
