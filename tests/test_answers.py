@@ -30,6 +30,8 @@ def without_segments() -> Any:
 
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "bert": ("BertForQuestionAnswering", {"max_position_embeddings": 128}, wordpiece),
+    "ernie": ("ErnieForQuestionAnswering", {"max_position_embeddings": 128}, wordpiece),
+    "albert": ("AlbertForQuestionAnswering", {"max_position_embeddings": 128, "embedding_size": 16}, wordpiece),
     "big-bird": (
         "BigBirdForQuestionAnswering",
         {"max_position_embeddings": 128, "attention_type": "original_full", "sep_token_id": 3},

@@ -11,13 +11,14 @@ from engine.model.families.common import linear
 from engine.model.families.encoder_only import (
     OLD_NORMS,
     LayerNames,
+    answer_weights,
     first_token_weights,
     masked_lm_weights,
     stack_weights,
     token_weights,
 )
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, MaskedLm, ModelSpec, Repeated
+from engine.model.spec import AnswerSpan, Classifier, MaskedLm, ModelSpec, Repeated
 from engine.model.table import Family, WeightTable
 
 _LAYER = LayerNames(
@@ -76,6 +77,9 @@ def weights(model: ModelSpec) -> WeightTable:
             ignored.append(pooler)
         case Classifier():
             entries += first_token_weights("albert.pooler", "classifier")
+        case AnswerSpan():
+            entries += answer_weights()
+            ignored.append(pooler)
         case _:
             ignored += [pooler, r"(predictions|sop_classifier|classifier|qa_outputs)\..*"]
     return WeightTable(
@@ -89,7 +93,7 @@ def weights(model: ModelSpec) -> WeightTable:
 
 FAMILY = Family(
     name="ALBERT",
-    architectures=tuple(f"Albert{kind}" for kind in bert.KINDS),
+    architectures=tuple(f"Albert{kind}" for kind in ("ForQuestionAnswering", *bert.KINDS)),
     brings="BERT's encoder, whose layers are the same weights",
     spec=spec,
     weights=weights,

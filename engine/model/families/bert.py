@@ -122,9 +122,8 @@ KINDS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForToken
 FAMILY = Family(
     name="BERT and ERNIE",
     architectures=(
-        "BertForQuestionAnswering",
         "HF_ColBERT",
-        *(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in KINDS),
+        *(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in ("ForQuestionAnswering", *KINDS)),
     ),
     brings="encoder, learned positions, segments, tasks",
     spec=spec,
