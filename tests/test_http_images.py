@@ -7,6 +7,7 @@ import base64
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,17 @@ def test_a_decoder_that_takes_too_long(apis: Callable[[str], Api], monkeypatch: 
     assert "took more than 0.001 seconds" in found["message"]
     monkeypatch.undo()
     assert api.ask(CLASSIFY, input={"image": data_url(picture(1))})["data"]
+
+
+def test_images_that_take_too_long_together(apis: Callable[[str], Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which each takes 50 seconds: the fourth finds nothing left."""
+    clock = count(0, 50)
+    monkeypatch.setattr(reading, "monotonic", lambda: float(next(clock)))
+    image = {"image": data_url(picture(1))}
+    assert len(apis("vit").ask(CLASSIFY, input=[image] * 3)["data"]) == 3
+    found = apis("vit").error(CLASSIFY, input=[image] * 4)
+    assert found["code"] == "image_too_costly"
+    assert found["message"].endswith("images took more than 120 seconds (image 3 of the request).")
 
 
 def test_too_many_images(apis: Callable[[str], Api], monkeypatch: pytest.MonkeyPatch) -> None:

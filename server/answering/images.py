@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
 from engine.images import need_steps, pixels_of, steps_for
@@ -16,6 +17,7 @@ from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 logger = logging.getLogger("octavo.server")
 
 TIME_LIMIT = 20.0  # seconds; the largest image that is allowed takes about one
+MOST_SECONDS = 120.0  # of all images of one request
 MOST_PIXEL_BYTES = 64 * 2**20  # of one request: a file of a few bytes may become as much as any other
 _AT_ONCE = 2  # images in work for all requests: each may take 400 MB
 
@@ -48,7 +50,7 @@ class ImageReading:
 
         Raises:
             InvalidRequestError: one cannot be read, is too large, or names an address; says which. Or there are too
-                many.
+                many, or they take too long together.
         """
         steps = need_steps(self._steps, self._info)
         assert self._info.signal is not None
@@ -60,19 +62,26 @@ class ImageReading:
                 param="input",
                 code="too_many_images",
             )
-        found = []
+        found, left = [], MOST_SECONDS
         for place, content in enumerate(images):
             where = "" if len(images) == 1 else f" (image {place} of the request)"
-            found.append(await self._read(Picture(content, steps, self._max_bytes, self._max_pixels), where))
+            picture = Picture(content, steps, self._max_bytes, self._max_pixels)
+            async with self._turns:  # to wait for others costs a request nothing
+                began = monotonic()
+                found.append(await self._read(picture, where, left))
+                left -= monotonic() - began
         return found
 
-    async def _read(self, picture: Picture, where: str) -> PixelInput:
+    async def _read(self, picture: Picture, where: str, left: float) -> PixelInput:
         problem, code = "", "image_too_costly"
         try:
-            async with self._turns:
-                read = await self._workers.run("image", picture, Pixels, TIME_LIMIT)
+            if left <= 0:
+                raise TimeoutError
+            read = await self._workers.run("image", picture, Pixels, min(TIME_LIMIT, left))
         except TimeoutError:
             problem = f"to decode the image took more than {TIME_LIMIT:g} seconds."
+            if left < TIME_LIMIT:
+                problem = f"to decode the request's images took more than {MOST_SECONDS:g} seconds."
         except WorkerLostError:
             problem = "to decode the image took too much memory. Make it smaller."
         else:
