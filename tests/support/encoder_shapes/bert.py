@@ -43,6 +43,7 @@ SHAPES = {
         "ErnieForSequenceClassification", BASE | {"use_task_id": True, "num_labels": 5}, seed=15
     ),
     "ernie-tokens": EncoderShape("ErnieForTokenClassification", NARROW | {"num_labels": 3}, seed=16),
+    "ernie-answers": EncoderShape("ErnieForQuestionAnswering", NARROW | {"use_task_id": True}, seed=17),
     "bert-answers": EncoderShape("BertForQuestionAnswering", BASE, seed=11),
     "bert-answers-narrow": EncoderShape("BertForQuestionAnswering", NARROW, seed=12),
 }
