@@ -30,6 +30,7 @@ T = TypeVar("T")
 _APPLICATION = 0x4F637476  # SQLite's application_id of the file
 _VERSION = 1  # of its tables
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
+_RETRY = 0.01  # seconds between two attempts, where SQLite does not wait
 _PURGE_INTERVAL = 60.0  # seconds between looks for what is too old
 _PURGED_AT_ONCE = 256  # answers in one transaction
 _MAX_TURNS = 4096  # of one conversation
@@ -247,7 +248,8 @@ class ResponseStore:
                 f"{version}, this one's are {_VERSION}): name another file."
             )
         # A crash of the machine may lose the last answers, and damages nothing. What is deleted is overwritten.
-        for setting in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON", "temp_store = MEMORY"):
+        _write_ahead(database)
+        for setting in ("synchronous = NORMAL", "secure_delete = ON", "temp_store = MEMORY"):
             database.execute(f"PRAGMA {setting}")
         if not num_tables:
             made = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_VERSION};"
@@ -354,3 +356,17 @@ class ResponseStore:
         if now - self._logged >= _LOG_INTERVAL:
             self._logged = now
             logger.error("The store of responses failed: %s", problem)
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Let readers go on beside a writer. SQLite itself does not wait here where another process has the file."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as problem:
+            if problem.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        else:
+            return
+        time.sleep(_RETRY)

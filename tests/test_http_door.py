@@ -21,13 +21,7 @@ from fake_client import FakeClient, Script, Step, byte_tokenizer, hf_byte_tokeni
 from hypothesis import HealthCheck, given, settings
 from pydantic import BaseModel, ConfigDict
 from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from support.documented import validate
 
 from engine import SamplingParams, TokenInput
 from engine.host.logs import LineFormatter, console_line
@@ -669,15 +663,6 @@ def test_the_document_declares_the_front_door() -> None:
     assert Door().app.openapi()["paths"]["/version"]["get"]["security"] == [*required, {}]
 
 
-_CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-    response_headers_conformance,
-]
-
-
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.slow
 def test_the_app_keeps_to_its_document(mode: GenerationMode) -> None:
@@ -703,7 +688,7 @@ def test_the_app_keeps_to_its_document(mode: GenerationMode) -> None:
                 anthropic = case.operation.path.startswith("/v1/messages")
                 named = {"message", "type"} if anthropic else {"message", "type", "param", "code"}
                 assert set(answer.json()["error"]) == named
-            case.validate_response(answer, checks=_CHECKS)
+            validate(case, answer)
 
         holds()
     assert sum(statuses.values()) >= 100

@@ -9,13 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from support.documented import validate
 from support.entities import make_gliner
 from support.pooling_api import PoolingApi
 from support.text_encoders import make_text_encoder
@@ -29,13 +23,6 @@ SERVED = {
     "answers": ["/v1/answer"],
     "entities": ["/v1/entities"],
 }
-_CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-    response_headers_conformance,
-]
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -85,9 +72,9 @@ def test_the_app_keeps_to_its_document(served: tuple[str, PoolingApi], mode: Gen
         )
         def holds(case: Any) -> None:
             answer = case.call()
-            statuses[case.operation.path, answer.status_code] += 1
-            assert answer.status_code in (200, 400, 404)
-            case.validate_response(answer, checks=_CHECKS)
+            if validate(case, answer):
+                statuses[case.operation.path, answer.status_code] += 1
+                assert answer.status_code in (200, 400, 404)
 
         holds()
         masks = mode is GenerationMode.POSITIVE and path == "/v1/fill-mask"  # no mask is drawn by chance

@@ -278,6 +278,30 @@ def test_a_new_file_is_opened_by_several_processes_at_once(tmp_path: Path) -> No
         assert within(make(tmp_path), lambda store, number=number: store.get(f"resp_{number}", None)) is not None
 
 
+def test_a_new_file_that_another_process_is_making_is_waited_for(tmp_path: Path) -> None:
+    """SQLite refuses at once to change the kind of journal while another connection has the file."""
+    other = sqlite3.connect(file_in(tmp_path), isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    attempts: list[str] = []
+
+    class Late(ResponseStore):
+        def _prepare(self, database: sqlite3.Connection) -> None:
+            def trace(statement: str) -> None:
+                if "journal_mode" in statement:
+                    attempts.append(statement)
+                    other.execute("BEGIN IMMEDIATE" if len(attempts) == 1 else "ROLLBACK")
+
+            database.set_trace_callback(trace)
+            other.execute("COMMIT")
+            super()._prepare(database)
+            database.set_trace_callback(None)
+
+    store = Late(file_in(tmp_path), max_age=DAY, max_size=1 << 20)
+    within(store, lambda opened: keep(opened, "a"))
+    assert len(attempts) == 2
+    other.close()
+
+
 def test_a_file_of_another_version_is_refused_at_the_start(tmp_path: Path) -> None:
     within(make(tmp_path), lambda store: keep(store, "a"))
     database = sqlite3.connect(file_in(tmp_path))
