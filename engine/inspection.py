@@ -176,7 +176,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-    quantization = find_quantization(config, path, device, spec, scheme)
+    quantization = find_quantization(config, path, device, scheme)
     if device.type != "cpu":  # of a CPU its pages say it
         check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -38,9 +39,12 @@ from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import check_compiled, compile_variants, kernels
 
 from engine import SamplingParams
+from engine.backends import triton as gpu
+from engine.backends.native.gemm import GROUP
 from engine.backends.triton import experts, routing
 from engine.backends.triton.experts import Launch, choose_launch, trial_sizes
 from engine.backends.triton.routing import align, most_tiles, route
+from engine.model.quantisation import ON_GPUS, Quantization, quantise_by_torch
 
 pytestmark = pytest.mark.slow
 
@@ -62,13 +66,31 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, s
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+def plain(module: ExpertsFeedForward) -> ExpertsFeedForward:
+    """The module in float32 on the CPU."""
+    copy = ExpertsFeedForward(module.part, module.up.inputs, Place(torch.device("cpu"), torch.float32))
+    copy.load_state_dict({name: tensor.float().cpu() for name, tensor in module.state_dict().items()})
+    return copy
+
+
 def in_torch(module: ExpertsFeedForward, x: Tensor, tokens: int) -> Tensor:
-    """The module without kernels, in float32 on the CPU."""
-    plain = ExpertsFeedForward(module.part, x.shape[1], Place(torch.device("cpu"), torch.float32))
-    plain.load_state_dict({name: tensor.float().cpu() for name, tensor in module.state_dict().items()})
-    with torch.inference_mode():
-        out: Tensor = plain(x.float().cpu(), tokens)
+    """What the module gives without kernels, in float32 on the CPU."""
+    with torch.inference_mode(), mock.patch.object(gpu, "serves", return_value=False):
+        out: Tensor = plain(module)(x.float().cpu(), tokens)
     return out
+
+
+def with_few_bits(module: ExpertsFeedForward, kind: Quantization) -> ExpertsFeedForward:
+    """The plain module that its experts stand for, which have few bits from now on."""
+    meant = plain(module)
+    for matrices, dense in ((module.up, meant.up), (module.down, meant.down)):
+        made = [quantise_by_torch(one.float().cpu(), kind) for one in matrices.weight]
+        dense.weight.copy_(torch.stack([one.dense() for one in made]))
+        matrices.pack(kind, made.__getitem__)
+        assert matrices.few_bits is not None
+        assert matrices.packed is None
+        assert not matrices.weight.numel()
+    return meant
 
 
 @contextmanager
@@ -175,6 +197,60 @@ def test_activations(activation: Activation, form: type[Dense | Gated]) -> None:
     with kernels() as device:
         module = make(Experts(form(20, activation), 3, 2), 16, torch.float32, device)
         check(module, inputs(5, 16, torch.float32, device), 5)
+
+
+@pytest.mark.parametrize("kind", ON_GPUS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "part",
+    [
+        Experts(Gated(24, "silu"), 5, 2),
+        Experts(Clamped(40, 0.7, 1.702, bias=True), 5, 2, router_bias=True),
+        Experts(Dense(35, "relu"), 9, 3, routing=GroupLimited(3, 2, 1.7)),
+        Experts(Gated(33, "silu"), 9, 2, normalize=False, routing=ScaledInput()),
+    ],
+    ids=["gated", "clamped", "dense", "scaled-input"],
+)
+def test_weights_of_few_bits(part: Experts, dtype: torch.dtype, kind: Quantization) -> None:
+    """Rows that end within a group, biases, and experts that torch chooses."""
+    with kernels() as device, torch.inference_mode():
+        module = make(part, 40, dtype, device)
+        meant = with_few_bits(module, kind)
+        x = inputs(13, 40, dtype, device)
+        with poisoned():
+            out = module.mix(x, 11)
+        assert not out[11:].any()
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out.float().cpu(), in_torch(meant, x, 11), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ON_GPUS)
+@pytest.mark.parametrize(
+    "launch", [Launch(16, 64, 128, 4, 4), Launch(64, 128, 64, 8, 4)], ids=lambda one: f"{one.tokens}"
+)
+def test_tiles_of_few_bits(launch: Launch, kind: Quantization) -> None:
+    """Blocks of inputs that are longer than a row, and shorter; alone a token gets the same bits."""
+    how: dict[str, Any] = {"active": 2, "activation": "silu", "gated": True, "normalize": True}
+    with kernels() as device, torch.inference_mode():
+        module = make(Experts(Gated(150, "silu"), 4, 2), 100, torch.float16, device)
+        meant = with_few_bits(module, kind)
+        matrices = module.up.held, module.down.held
+        x = inputs(41, 100, torch.float16, device)
+        logits = module.router(x)
+        with poisoned():
+            out = experts.mix(x, logits, *matrices, tokens=40, launch=launch, **how)
+        torch.testing.assert_close(out.float().cpu(), in_torch(meant, x, 40), rtol=3e-3, atol=3e-3)
+        assert torch.equal(experts.mix(x[3:4], logits[3:4], *matrices, tokens=1, **how), out[3:4])
+
+
+def test_few_bits_without_kernels() -> None:
+    """On a GPU that Triton does not serve torch widens each expert's matrix."""
+    with torch.inference_mode():
+        module = make(Experts(Gated(24, "silu"), 5, 2), 40, torch.float32, torch.device("cpu"))
+        with mock.patch.object(experts_of_models, "on_gpu", return_value=True):
+            meant = with_few_bits(module, "int4")
+        x = inputs(13, 40, torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(module(x, 11), in_torch(meant, x, 11), rtol=1e-5, atol=1e-5)
 
 
 # As `choose_launch` gives them, each narrower along the inputs than the matrices, and not dividing them.
@@ -304,6 +380,9 @@ def test_launches_follow_from_the_sizes() -> None:
     assert [choose_launch(n, 8, 128, bf16, 90).tokens for n in (1, 64, 256, 512, 8192)] == [16, 16, 32, 64, 128]
     assert choose_launch(8192, 8, 128, bf16, 80).outputs < choose_launch(8192, 8, 128, bf16, 90).outputs
     assert choose_launch(8192, 8, 128, bf16, 120) == choose_launch(8192, 8, 128, bf16, 80)
+    assert choose_launch(8192, 8, 128, bf16, 90, True) == choose_launch(8192, 8, 128, bf16, 80)
+    # A program reads whole groups of few bits.
+    assert not any(choose_launch(n, 2, 8, dtype, 90, True).inputs % GROUP for n in range(1, 900) for dtype in FORMATS)
     # 64 rows or more, for the matrix instructions.
     assert min(choose_launch(n, 2, 8, dtype, 90).outputs for n in range(1, 900) for dtype in FORMATS) == 64
 
@@ -325,6 +404,8 @@ class Compiled:
         for name, value in zip(names, given, strict=True):
             if isinstance(value, Tensor):
                 key.append((name, value.dtype))
+            elif value is None:
+                key.append((name, None))
             elif name not in self.general:
                 key.append((name, value == 1, value % 16 == 0))
         self.found.add(tuple(key))

@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from support.driving import Job, make_engine, run, run_alone
+from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import check_compiled, compile_variants, kernels
 from support.jobs import CHECKPOINT, greedy, prompt, sampled
 from support.poison import poisoned
@@ -25,12 +26,14 @@ from test_gpu_elementwise import by_torch
 
 from engine import Engine
 from engine.backends.native.gemm import Quantised
-from engine.backends.triton import few_bits, matvec
+from engine.backends.triton import experts, few_bits, matvec
 from engine.backends.triton.norms import Norm
 from engine.execution import starting
 from engine.execution.recording import eager
-from engine.model import quantisation
+from engine.model import quantisation, transformer
+from engine.model.experts import ExpertMatrices
 from engine.model.kernels import FUSED
+from engine.model.latent import LatentAttention
 from engine.model.quantisation import ON_GPUS, Quantization, device_product, quantise_by_torch
 
 pytestmark = pytest.mark.slow
@@ -209,3 +212,30 @@ def test_a_decoder(checkpoint: Callable[[str], Any]) -> None:
         assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), FUSED.name)
         assert all(isinstance(call.args[1], Quantised) for call in fused.call_args_list)
         assert fused.called
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss", "deepseek-v3"])
+def test_experts_and_latents(family: str, tmp_path: Path) -> None:
+    """They get the tokens of the same model on a CPU, whose weights are those that the few bits stand for. What is
+    multiplied with the heads' latents stays plain."""
+    given = make_family_checkpoint(FAMILY_SHAPES[family], tmp_path)
+    jobs = [Job(one, greedy(3)) for one in sorted(given.prompts(), key=len)[:2]]
+    plain_heads = mock.patch.object(transformer, "on_gpu", return_value=True)
+    with plain_heads, mock.patch.object(quantisation, "product", as_widened), served(tmp_path) as engine:
+        expected = run_alone(engine, jobs)
+    with kernels() as device, served(tmp_path, device=str(device)) as engine:
+        model = engine.runner.model
+        matrices = [module for module, becomes in model.matrices("int4") if becomes is not None]
+        of_experts = [module.few_bits for module in matrices if isinstance(module, ExpertMatrices)]
+        assert of_experts
+        assert all(one.values.shape[0] > 1 and one.values.device == model.device for one in of_experts)
+        assert not any(module.weight.numel() for module in matrices)
+        latents = [module for module in model.modules() if isinstance(module, LatentAttention)]
+        assert bool(latents) == (family == "deepseek-v3")
+        assert all(module.keys.weight.numel() and module.values.weight.numel() for module in latents)
+        plain = sum(parameter.nbytes for parameter in model.parameters())
+        held = [module.few_bits for module in matrices]
+        assert model.weight_bytes() == plain + sum(one.values.nbytes + one.scales.nbytes for one in held)
+        with mock.patch.object(experts, "spread", side_effect=experts.spread) as spread:
+            assert run(engine, jobs) == expected
+        assert spread.called

@@ -228,9 +228,8 @@ def test_other_checkpoints_of_the_format_are_taken_as_they_are_if_that_is_asked_
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["octavo_quantization"]
     (folder / "config.json").write_text(json.dumps(config))
-    config = read_config(folder)
-    spec, scheme = build_spec(config), stored_scheme(config)
-    assert find_quantization(EngineConfig(model="m"), folder, torch.device("cpu"), spec, scheme) is None
+    scheme = stored_scheme(read_config(folder))
+    assert find_quantization(EngineConfig(model="m"), folder, torch.device("cpu"), scheme) is None
     with caplog.at_level("INFO", "octavo.model"):
         taken = load(folder, None, "int4")
     assert "were taken as they are stored" in caplog.text
@@ -253,10 +252,9 @@ def test_int8_by_outputs_stays_so_where_a_device_has_it(device: str, kind: str, 
 
 def test_a_mark_that_is_not_known(llama: Path, tmp_path: Path) -> None:
     folder = write(llama, tmp_path / "new", "int4")
-    config = read_config(folder)
-    spec, marked = build_spec(config), stored_scheme(config)
+    marked = stored_scheme(read_config(folder))
     for device in map(torch.device, ("cpu", "cuda")):
-        assert find_quantization(EngineConfig(model="m"), folder, device, spec, marked) == "int4"
+        assert find_quantization(EngineConfig(model="m"), folder, device, marked) == "int4"
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"octavo_quantization": "int4"', '"octavo_quantization": "int3"'))
     with pytest.raises(UnsupportedModelError, match=r"octavo_quantization .* one of int8, int8-fast, int4; got 'int3'"):

@@ -16,7 +16,6 @@ from engine.execution.gpu_choice import another_gpu, holders
 from engine.execution.memory import device_memory, gib, is_out_of_memory
 from engine.host.cgroups import available_memory
 from engine.model.families import context_length
-from engine.model.missing import experts_of
 from engine.model.positions import Rotary
 from engine.model.quantisation import ON_GPUS, Wanted, size_of
 from engine.model.spec import ModelSpec
@@ -120,7 +119,7 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 
 
 def find_quantization(
-    config: EngineConfig, path: Path, device: torch.device, spec: ModelSpec, scheme: Scheme | None = None
+    config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
     """What the matrices become.
 
@@ -140,29 +139,15 @@ def find_quantization(
             if not checkpoint.has_few_bits:
                 logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
                 return None
-    if wanted is None or device.type == "cpu":
+    if wanted is None or device.type == "cpu" or wanted in (*ON_GPUS, "stored"):
         return wanted
-    obstacle = _obstacle(wanted, spec)
-    if not obstacle:
-        return wanted
+    obstacle = f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
     if config.quantization is None:
         logger.info("weights are widened as they are read: %s", obstacle)
         return None
     raise ConfigError(
         f"quantization is {wanted}, but the device is {device}: {obstacle}. Use --device cpu, or --quantization none."
     )
-
-
-def _obstacle(wanted: Wanted, spec: ModelSpec) -> str:
-    """Why a GPU does not multiply with a model's weights in few bits."""
-    if wanted not in (*ON_GPUS, "stored"):
-        return f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
-    stacks = [stack for stack in (spec.encoder, spec.decoder) if stack is not None]
-    if any(experts_of(block.ffn) is not None for stack in stacks for block in stack.blocks):
-        return "experts of few bits have no kernels on GPUs"
-    if any(part.latent is not None for stack in stacks for part in stack.attentions):
-        return "attention over latents has no kernels for weights of few bits on GPUs"
-    return ""
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)
     dtype = choose_dtype(config.dtype, stored, device)
-    quantization = find_quantization(config, path, device, spec, scheme)
+    quantization = find_quantization(config, path, device, scheme)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)

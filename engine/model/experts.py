@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,43 +16,80 @@ from engine.backends.native.gemm import Quantised
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
-from engine.model.packing import PackedProduct, pack_product
+from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Quantization, device_product, on_device
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have any."""
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have any.
+
+    Attributes:
+        packed: the matrices as a CPU's kernels read them.
+        few_bits: all of them with few bits on a GPU; numbers and scales begin with [count, out].
+    """
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
-        self.weight = place.parameter(count, outputs, inputs)
+        self.count, self.inputs, self.outputs = count, inputs, outputs
+        self.device = place.device
+        self.weight = place.matrix(count, outputs, inputs)
         self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
+        self.few_bits: Quantised | None = None
         self.stored: Quantization | None = None  # as that of `Linear`
 
     def pack(
         self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
     ) -> None:
-        """Lay the filled matrices out as the CPU's kernels read them; the plain ones are given up.
+        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU where they have few bits; the
+        plain ones are given up, or are on the model's device from then on.
 
         Args:
             quantised: gives a matrix as it has been quantised; the plain ones need not be filled then.
         """
-        matrices = self.weight if quantised is None else map(quantised, range(len(self.weight)))
-        biases = [None] * len(self.weight) if self.bias is None else list(self.bias)
-        products = (pack_product(one, bias, quantization) for one, bias in zip(matrices, biases, strict=True))
-        packed = [product for product in products if product is not None]
-        if packed and len(packed) == len(self.weight):
-            self.packed = packed
-            self.weight = nn.Parameter(self.weight.new_empty(0, self.outputs, self.inputs), requires_grad=False)
+        matrices = self.weight if quantised is None else map(quantised, range(self.count))
+        if not on_gpu(self.device):
+            biases = [None] * self.count if self.bias is None else list(self.bias)
+            products = (pack_product(one, bias, quantization) for one, bias in zip(matrices, biases, strict=True))
+            packed = [product for product in products if product is not None]
+            self.packed = packed if packed and len(packed) == self.count else None
+        elif quantization is not None:
+            self.few_bits = _stacked((on_device(one, quantization, self.device) for one in matrices), self.count)
+        kept = self.weight.new_empty(0, self.outputs, self.inputs) if self.is_packed else self.weight
+        self.weight = nn.Parameter(kept.to(self.device), requires_grad=False)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """[rows, in] to [rows, out] by one expert's matrix."""
-        if self.packed is None:
-            return F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
-        return self.packed[expert](x)
+        if self.packed is not None:
+            return self.packed[expert](x)
+        bias = None if self.bias is None else self.bias[expert]
+        if self.few_bits is None:
+            return F.linear(x, self.weight[expert], bias)
+        values, scales = self.few_bits.values[expert], self.few_bits.scales[expert]
+        return device_product(Quantised(values, scales, self.inputs), bias)(x)
+
+    @property
+    def is_packed(self) -> bool:
+        """The plain matrices have been given up."""
+        return self.packed is not None or self.few_bits is not None
+
+    @property
+    def held(self) -> Tensor | Quantised:
+        """As a GPU's kernels read them."""
+        return self.weight if self.few_bits is None else self.few_bits
+
+
+def _stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
+    """So many matrices as one, whose numbers and scales begin with [count, out]; one at a time is there twice."""
+    whole: Quantised | None = None
+    for index, one in enumerate(matrices):
+        if whole is None:
+            values, scales = (part.new_empty(count, *part.shape) for part in (one.values, one.scales))
+            whole = Quantised(values, scales, one.inputs)
+        whole.values[index], whole.scales[index] = one.values, one.scales
+    assert whole is not None
+    return whole
 
 
 class ExpertsFeedForward(nn.Module):
@@ -116,7 +153,7 @@ class ExpertsFeedForward(nn.Module):
             how["biases"] = self.up.bias, self.down.bias
         if isinstance(self.part.expert, spec.Clamped):
             how["clamp"] = self.part.expert.limit, self.part.expert.slope
-        matrices = self.up.weight, self.down.weight
+        matrices = self.up.held, self.down.held
         part = self.part
         if isinstance(part.routing, spec.Likeliest) and part.capacity is None:
             return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
@@ -136,7 +173,8 @@ class ExpertsFeedForward(nn.Module):
     @property
     def shape(self) -> tuple[object, ...]:
         """Modules of which this is the same run the same compiled kernels."""
-        return self.part, self.down.outputs, self.up.weight.dtype
+        bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
+        return self.part, self.down.outputs, self.up.weight.dtype, *bits
 
     def warm(self, most: int) -> None:
         """Compile the kernels for steps of up to `most` tokens, if kernels serve: so that no request waits for that."""
@@ -146,7 +184,8 @@ class ExpertsFeedForward(nn.Module):
         from engine.backends.triton import experts
 
         capability = experts.capability_of(weight.device)
-        for tokens in experts.trial_sizes(most, self.part.active, self.part.count, weight.dtype, capability):
+        few_bits = self.up.few_bits is not None or self.down.few_bits is not None
+        for tokens in experts.trial_sizes(most, self.part.active, self.part.count, weight.dtype, capability, few_bits):
             self.mix(weight.new_zeros(tokens, self.up.inputs), tokens)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,12 +92,22 @@ class Linear(nn.Module):
         elif self.weight.device.type != self.device.type:
             self.weight = nn.Parameter(self.weight.to(self.device), requires_grad=False)
 
+    @property
+    def is_packed(self) -> bool:
+        """The plain weight is not needed any more."""
+        return self.packed is not None
+
+    @property
+    def few_bits(self) -> Quantised | None:
+        """The weight, where it has few bits on a GPU."""
+        return None if self.packed is None else self.packed.few_bits
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def warm(self, dtype: torch.dtype) -> None:
         """Compile the kernels of a weight of few bits, if such serve, for any number of rows of a format."""
-        weight = None if self.packed is None else self.packed.few_bits
+        weight = self.few_bits
         if weight is None or not gpu.serves(self.device):
             return
         from engine.backends.triton import few_bits
@@ -108,7 +118,7 @@ class Linear(nn.Module):
     def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:
         """The same as float32, which kernels on a CPU and products on a GPU have not rounded to x's format before."""
         packed = None if self.packed is None else self.packed.native
-        weight = self.weight if self.packed is None else self.packed.few_bits
+        weight = self.weight if self.packed is None else self.few_bits
         if weight is not None:
             product = kernels.wide_product(x, weight, self.bias, form)
             if product is not None:

@@ -52,7 +52,7 @@ def pack_product(
         amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
         device: of the product; None: the weight's.
     """
-    if device is not None and (device.type != "cpu" or gpu.serves(device)):
+    if device is not None and on_gpu(device):
         if quantization is None:
             return None
         made = quantisation.on_device(weight, quantization, device)
@@ -62,7 +62,7 @@ def pack_product(
         return PackedProduct(compute, invariant=True, native=packed)
     assert isinstance(weight, Tensor)
     weight = weight.detach()
-    if weight.device.type != "cpu" or gpu.serves(weight.device):
+    if on_gpu(weight.device):
         return None
     if _native_is_best(weight.dtype, amx):
         return native_product(gemm.pack(weight, bias, amx))
@@ -75,6 +75,11 @@ def pack_product(
         return out
 
     return PackedProduct(by_onednn, invariant=False)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Products there are not those of a CPU: what Triton's interpreter tries on a CPU counts as a GPU."""
+    return device.type not in ("cpu", "meta") or gpu.serves(device)
 
 
 def native_product(packed: gemm.Packed) -> PackedProduct:

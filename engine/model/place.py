@@ -24,6 +24,6 @@ class Place:
         """An uninitialised parameter that never asks for gradients."""
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
 
-    def matrix(self, outputs: int, inputs: int) -> nn.Parameter:
-        """The same of a matrix that is packed later."""
-        return replace(self, device=self.filled_on or self.device).parameter(outputs, inputs)
+    def matrix(self, *shape: int) -> nn.Parameter:
+        """The same of a matrix, or several, packed later."""
+        return replace(self, device=self.filled_on or self.device).parameter(*shape)

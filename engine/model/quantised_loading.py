@@ -130,7 +130,7 @@ class MatrixLoading:
     def finish(self) -> None:
         """All that is stored has been read: pack what waits for nothing, and say what was done."""
         for module in self._modules:
-            if module.packed is None and module in self._matrices:
+            if not module.is_packed and module in self._matrices:
                 self._pack(module)
         if self._writer is not None and self._cache is not None:
             try:

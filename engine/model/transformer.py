@@ -21,8 +21,10 @@ from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, build_head
 from engine.model.inputs import Adapters, Inputs, QueryKeeper
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
+from engine.model.packing import on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Quantization, Wanted
 from engine.model.stack import TransformerStack
@@ -113,7 +115,7 @@ class Transformer(nn.Module):
         # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
         many = set() if self.encoder is None or self.decoder is not None else set(self.encoder.modules())
         for module, kind in self.matrices(quantization):
-            if module.packed is None:  # else it was while it loaded
+            if not module.is_packed:  # else it was while it loaded
                 if isinstance(module, Linear):
                     module.pack(kind, amx=module in many)
                 else:
@@ -134,12 +136,12 @@ class Transformer(nn.Module):
             quantization: what matrices that are not packed yet will become.
         """
         size = sum(tensor.nbytes for tensor in self.parameters())
-        packed = [module.packed for module in self.modules() if isinstance(module, Linear)]
-        few_bits = [one.few_bits for one in packed if one is not None and one.few_bits is not None]
+        matrices = (module for module in self.modules() if isinstance(module, Linear | ExpertMatrices))
+        few_bits = [module.few_bits for module in matrices if module.few_bits is not None]
         size += sum(one.values.nbytes + one.scales.nbytes for one in few_bits)
         for module, kind in self.matrices(quantization):
             if kind is not None:
-                count = module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1
+                count = module.count if isinstance(module, ExpertMatrices) else 1
                 size += count * quantisation.size_of(module.outputs, module.inputs, kind)
                 size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
         return size
@@ -148,8 +150,11 @@ class Transformer(nn.Module):
         """All matrices, and what each becomes. The few numbers that choose an expert, open a
         network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
         least 8 bits."""
-        kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
+        kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
+        if on_gpu(self.device):  # one product for all heads there, of plain matrices, which are small
+            latents = [module for module in self.modules() if isinstance(module, LatentAttention)]
+            kept += [each for module in latents for each in (module.keys, module.values)]
         heads = [model.head for model in (self, self.twin) if model is not None and model.head is not None]
         head = [module for part in heads for module in part.modules()]
         own = isinstance(self.spec.head, spec.Classifier | spec.AnswerSpan)

@@ -9,6 +9,7 @@ import triton
 
 from engine.backends.triton import experts, routing
 from support.gpu import Variant
+from support.variants_few_bits import SCALES, VALUES
 
 # Name, experts, active ones, hidden size, width, activation; "clamped" ones have biases.
 MODELS = [
@@ -18,12 +19,17 @@ MODELS = [
 ]
 
 
-def products(capability: int) -> list[Variant]:
-    """Both products of each model, for steps of one token to a long prompt."""
+def products(capability: int, bits: int = 0, steps: tuple[int, ...] = (1, 64, 128, 512, 8192)) -> list[Variant]:
+    """Both products of each model, for steps of one token to a long prompt.
+
+    Args:
+        bits: of the weights; 0: they are bfloat16.
+    """
     made: dict[tuple[Any, ...], Variant] = {}
+    weights = {"weights": VALUES[bits], "scales": SCALES[bits]} if bits else {"weights": "*bf16"}
     for name, count, active, hidden, width, activation in MODELS:
-        for tokens in (1, 64, 128, 512, 8192):
-            launch = experts.choose_launch(tokens, active, count, torch.bfloat16, capability)
+        for tokens in steps:
+            launch = experts.choose_launch(tokens, active, count, torch.bfloat16, capability, bool(bits))
             for gated, shared, features in ((True, active, hidden), (False, 1, width)):
                 constants = {
                     "SHARED": shared,
@@ -32,19 +38,21 @@ def products(capability: int) -> list[Variant]:
                     "BIASED": activation == "clamped",
                     "WEIGHTED": not gated,
                     "EVEN": features % launch.inputs == 0,
+                    "SIZE": features if bits else 0,
+                    "BITS": bits,
                     "TOKENS": launch.tokens,
                     "OUTPUTS": launch.outputs,
                     "INPUTS": launch.inputs,
                     "NEIGHBOURS": 8,
                 }
                 shares = "*bf16" if gated else "*fp32"
-                pointers = {"x": "*bf16", "weights": "*bf16", "biases": "*bf16", "shares": shares, "out": "*bf16"}
+                pointers = {"x": "*bf16", **weights, "biases": "*bf16", "shares": shares, "out": "*bf16"}
                 numbers = {"features": "i32", "width": "i32", "bound": "i32", "limit": "fp32", "slope": "fp32"}
                 made[(*constants.values(), launch)] = Variant(
-                    name=f"{name}, {tokens} tokens, {'up' if gated else 'down'}",
+                    name=f"{name}, {tokens} tokens, {'up' if gated else 'down'}, {bits or 16} bits",
                     kernel=experts._multiply,
                     signature={**pointers, "order": "*i32", "tiles": "*i32", **numbers},
-                    constants=constants,
+                    constants=constants if bits else {"scales": None, **constants},
                     multiples=("features", "width"),
                     num_warps=launch.warps,
                     num_stages=launch.stages,
@@ -96,3 +104,5 @@ def others() -> list[Variant]:
 VARIANTS = [variant for capability in (80, 90, 100) for variant in products(capability)] + others()
 # Where shared memory is least: the largest tiles.
 VARIANTS += [variant for variant in products(120) if variant.constants["TOKENS"] == 128]
+# Of few bits: the smallest tiles, and the largest.
+VARIANTS += [*products(80, 8, (64,)), *products(90, 4, (1, 8192)), *products(100, 4, (1,)), *products(120, 8, (8192,))]

@@ -30,7 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.backends.triton.activations import activated, sigmoid
+from engine.backends.triton.few_bits import bits, bytes_of, scales_in, scales_of, widened
 from engine.backends.triton.routing import align, counted_before, most_tiles, route
 
 # Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
@@ -55,19 +57,22 @@ class Launch:
     stages: int
 
 
-def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> Launch:
+def choose_launch(
+    tokens: int, active: int, count: int, dtype: torch.dtype, capability: int, few_bits: bool = False
+) -> Launch:
     """A function of the sizes alone.
 
     Where an expert has few tokens, the time is that of reading its weights: small tiles, so that even one token's
     experts occupy all multiprocessors, and 60 KiB of them under way in each program. A tile holds about twice an
     expert's mean, so that few experts are read twice. Where it has many, tiles are as large as the registers allow:
     a byte that is read then serves 85 operations, or 64 where a program has not the 144 KiB of shared memory for that:
-    before Hopper, and on sm_120.
+    before Hopper, on sm_120, and where weights of few bits are widened, which takes registers.
 
     Args:
         tokens: of the step.
         active, count: experts of a token, and all.
         capability: of the GPU, as 80, 90, 100; 0 for the interpreter.
+        few_bits: weights have them.
     """
     width = min(max(_power_of_2(2 * tokens * active / count), 16), 128)
     if dtype == torch.float32:  # no matrix instructions: their products would lose half of the digits
@@ -76,22 +81,26 @@ def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capa
         return Launch(width, 64, 128, 4, 4)
     if width == 64:
         return Launch(64, 128, 64, 8, 4)
-    if 90 <= capability < 120:
+    if 90 <= capability < 120 and not few_bits:
         return Launch(128, 256, 64, 8, 3)
     return Launch(128, 128, 64, 8, 3)
 
 
-def launch_class(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> tuple[Launch, bool]:
+def launch_class(tokens: int, active: int, *how: Any) -> tuple[Launch, bool]:
     """All that kernels are compiled for and that depends on a step: how products are cut, and how pairs are counted.
-    Other numbers of a step are arguments for which Triton compiles nothing anew."""
-    return choose_launch(tokens, active, count, dtype, capability), counted_before(tokens * active)
+    Other numbers of a step are arguments for which Triton compiles nothing anew.
+
+    Args:
+        how: what `choose_launch` takes beside these.
+    """
+    return choose_launch(tokens, active, *how), counted_before(tokens * active)
 
 
-def trial_sizes(most: int, active: int, count: int, dtype: torch.dtype, capability: int) -> list[int]:
+def trial_sizes(most: int, active: int, *how: Any) -> list[int]:
     """Numbers of tokens, the fewest of each `launch_class` among the steps of 1 to `most`."""
     found: dict[tuple[Launch, bool], int] = {}
     for tokens in range(1, most + 1):
-        found.setdefault(launch_class(tokens, active, count, dtype, capability), tokens)
+        found.setdefault(launch_class(tokens, active, *how), tokens)
     return list(found.values())
 
 
@@ -112,6 +121,7 @@ def capability_of(device: torch.device) -> int:
 def _multiply(
     x,
     weights,
+    scales,
     biases,
     shares,
     out,
@@ -128,13 +138,16 @@ def _multiply(
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     EVEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):
     """out [pairs, width] of x [pairs / SHARED, features]: the product with the weights of each pair's expert,
-    [experts, width, features], or twice the width if GATED; then the activation or the pair's share."""
+    [experts, width, features], or twice the width if GATED; then the activation or the pair's share.
+    BITS of a weight and SIZE, which is `features`, are 0 for plain ones."""
     # Tiles of a group, which often are one expert's, then blocks of outputs, then groups.
     WIDTH: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     blocks = tl.cdiv(width, WIDTH)
@@ -156,22 +169,27 @@ def _multiply(
     # Rows of the gate, then the same rows of what it opens.
     outputs = begin + rows % WIDTH
     some = outputs < width
-    matrix = weights + expert * features * (2 * width if GATED else width)
-    left = matrix + ((rows // WIDTH) * width + outputs)[:, None].to(tl.int64) * features
+    lines = expert * (2 * width if GATED else width) + (rows // WIDTH) * width + outputs
+    left = weights + lines[:, None] * features
     right = x + (pair // SHARED)[None, :] * features
     total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     for start in range(0, features, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         if EVEN:
-            a = tl.load(left + inputs[None, :], mask=some[:, None], other=0.0)
             b = tl.load(right + inputs[:, None], mask=real[None, :], other=0.0)
         else:
-            a = tl.load(left + inputs[None, :], mask=some[:, None] & (inputs < features)[None, :], other=0.0)
             b = tl.load(right + inputs[:, None], mask=real[None, :] & (inputs < features)[:, None], other=0.0)
+        if BITS:
+            integers = bytes_of(weights, lines, start, some, SIZE, INPUTS, BITS)
+            factors = scales_of(scales, lines, start, some, SIZE, INPUTS)
+            a = widened(integers, factors, BITS).to(b.dtype)
+        elif EVEN:
+            a = tl.load(left + inputs[None, :], mask=some[:, None], other=0.0)
+        else:
+            a = tl.load(left + inputs[None, :], mask=some[:, None] & (inputs < features)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     if BIASED:
-        line = biases + expert * (2 * width if GATED else width) + (rows // WIDTH) * width + outputs
-        total += tl.load(line, mask=some, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(biases + lines, mask=some, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, opened = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, TOKENS)), (1, 2, 0)))
         if ACTIVATION == "clamped":
@@ -205,7 +223,7 @@ def _add(answers, out, tokens, width, ACTIVE: tl.constexpr, BLOCK: tl.constexpr)
 
 def multiply(
     x: Tensor,
-    weights: Tensor,
+    weights: Tensor | Quantised,
     order: Tensor,
     tiles: Tensor,
     launch: Launch,
@@ -220,21 +238,24 @@ def multiply(
 
     Args:
         x: [pairs, in], or [T, in] if all pairs of a token read the same.
-        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first.
+        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first. Of few bits they are widened
+            in registers, and rounded to x's format; numbers and scales begin with [count, out].
         order, tiles: as from `align`, for `launch.tokens`.
         activation: of the product, or of the gate; "" is none, "clamped" the gate of `engine.model.spec.Clamped`.
         biases: [count, out] of the products.
         clamp: limit and slope of that gate.
         shares: [pairs] float32, what each product is multiplied by.
     """
-    pairs, (count, outputs, features) = order.numel(), weights.shape
+    numbers, scales, features, few = _as_read(weights)
+    pairs, (count, outputs) = order.numel(), numbers.shape[:2]
     width = outputs // 2 if gated else outputs
     out = x.new_empty(pairs, width)
     bound = most_tiles(pairs, count, launch.tokens)
     blocks = triton.cdiv(width, launch.outputs // 2 if gated else launch.outputs)
     _multiply[(bound * blocks,)](
         x,
-        weights,
+        numbers,
+        scales,
         x if biases is None else biases,
         x if shares is None else shares,
         out,
@@ -250,6 +271,8 @@ def multiply(
         BIASED=biases is not None,
         WEIGHTED=shares is not None,
         EVEN=features % launch.inputs == 0,
+        SIZE=features if few else 0,
+        BITS=few,
         TOKENS=launch.tokens,
         OUTPUTS=launch.outputs,
         INPUTS=launch.inputs,
@@ -258,6 +281,13 @@ def multiply(
         num_stages=launch.stages,
     )
     return out
+
+
+def _as_read(weights: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int, int]:
+    """Numbers, scales, features of a row, and bits, as the kernel takes them: 0 and no scales for plain ones."""
+    if isinstance(weights, Quantised):
+        return weights.values, scales_in(weights), weights.inputs, bits(weights)
+    return weights.contiguous(), None, weights.shape[2], 0
 
 
 def add(answers: Tensor, out: Tensor, tokens: int) -> Tensor:
@@ -272,8 +302,8 @@ def add(answers: Tensor, out: Tensor, tokens: int) -> Tensor:
 def mix(
     x: Tensor,
     logits: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | Quantised,
+    down: Tensor | Quantised,
     *,
     tokens: int,
     active: int,
@@ -288,7 +318,7 @@ def mix(
     Args:
         x: [Tp, hidden], float32, float16 or bfloat16 like the matrices.
         logits: [Tp, count] of the router.
-        up: [count, width, hidden]; [count, 2 * width, hidden] if gated, the gate's rows first.
+        up: [count, width, hidden]; [count, 2 * width, hidden] if gated, the gate's rows first; see `multiply`.
         down: [count, hidden, width].
         tokens: the first so many of Tp count.
         active, normalize: see `route`.
@@ -306,8 +336,8 @@ def spread(
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | Quantised,
+    down: Tensor | Quantised,
     *,
     tokens: int,
     activation: str,
@@ -325,11 +355,11 @@ def spread(
     """
     if not tokens:
         return torch.zeros_like(x)
-    count, active = up.shape[0], chosen.shape[1]
+    count, active = len(up.values if isinstance(up, Quantised) else up), chosen.shape[1]
     if launch is None:
-        launch = choose_launch(tokens, active, count, x.dtype, capability_of(x.device))
-    x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
-    shares, chosen = shares.contiguous(), chosen.contiguous()
+        few_bits = isinstance(up, Quantised) or isinstance(down, Quantised)
+        launch = choose_launch(tokens, active, count, x.dtype, capability_of(x.device), few_bits)
+    x, shares, chosen = x.contiguous(), shares.contiguous(), chosen.contiguous()
     order, tiles = align(chosen, count, launch.tokens)
     act: dict[str, Any] = {"activation": activation, "gated": gated, "clamp": clamp}
     inner = multiply(x[:tokens], up, order, tiles, launch, biases=biases[0], **act)

@@ -159,5 +159,4 @@ def _served(linear: Linear, *, alone: bool = True) -> bool:
 
 def _weight(linear: Linear) -> Tensor | Quantised:
     """As kernels read it."""
-    few_bits = None if linear.packed is None else linear.packed.few_bits
-    return linear.weight if few_bits is None else few_bits
+    return linear.weight if linear.few_bits is None else linear.few_bits
