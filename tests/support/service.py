@@ -74,13 +74,16 @@ class Service:
         arguments: after `octavo serve --port 0`.
         log: takes what it writes.
         under: a command that prepares the process, and then becomes the command that follows.
+        folder: where it runs.
     """
 
-    def __init__(self, *arguments: str, log: Path, under: Sequence[str] = ()):
-        self.log = log
+    def __init__(self, *arguments: str, log: Path, under: Sequence[str] = (), folder: Path = ROOT):
+        self.arguments, self.log = arguments, log
         command = [*under, sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environ = environment() | {"PYTHONPATH": path}
         with log.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=output)
 
     def wait_ready(self) -> str:
         """The URL, once the log says it."""
