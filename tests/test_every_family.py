@@ -1,12 +1,12 @@
 """Every family of the registry, served as requests come: all ways to decode in one batch over HTTP, on few pages,
 preempted, with pages of int8, with weights of few bits. Each request gets what it gets alone.
 
-That these answers are right the goldens say; images have tests of their own.
+That these answers are right the goldens say. Images, and texts that are pooled in other ways, have tests of their own
+(test_every_pooling.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import soundfile
 import torch
@@ -26,6 +25,7 @@ from support.local_client import LocalClient
 from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from support.speech import RATE, TEXTS, make_speech_checkpoint, nearly, noise
+from support.together import posted
 
 from engine import AudioInput, Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
 from engine.model import families
@@ -149,27 +149,7 @@ def test_int8_pages_and_weights_of_few_bits(subject: Subject) -> None:
 
 def together(client: LocalClient, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Answers to requests that are all there before the engine's first step."""
-    return posted(client, create_app(client, None, "tiny"), path, [{"json": body} for body in bodies], len(bodies))
-
-
-def posted(
-    client: LocalClient, app: Any, path: str, asked: Sequence[dict[str, Any]], expected: int
-) -> list[dict[str, Any]]:
-    """The same of any bodies, for which the engine is asked `expected` things before its first step."""
-
-    async def ask() -> list[httpx.Response]:
-        client.forget()
-        client.held = True
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            tasks = [asyncio.create_task(http.post(path, **one)) for one in asked]
-            while len(client.asked) < expected and not any(task.done() for task in tasks):
-                await asyncio.sleep(0.001)
-            client.held = False
-            return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(asyncio.wait_for(ask(), 60))
-    assert [answer.status_code for answer in answers] == [200] * len(asked), [answer.text for answer in answers]
-    return [answer.json() for answer in answers]
+    return posted(client, create_app(client, None, "tiny"), [(path, {"json": body}) for body in bodies], len(bodies))
 
 
 # ---------------------------------------------------------------- encoders
@@ -249,15 +229,16 @@ def test_speech_over_http_on_few_pages(name: str, speech: Speech) -> None:
     weights of few bits the model says nearly what it says in float32, with 8 bits at nearly the same times."""
     client = LocalClient(EngineConfig(model=str(speech.path), **(COMMON | SPEECH_PAGES | FORMATS.get(name, {}))))
     app = create_app(client, load_tokenizer(str(speech.path)), "tiny")
-    asked = []
+    path, asked = "/v1/audio/transcriptions", []
     for number, fields in enumerate(TRANSCRIBING):
         file = io.BytesIO()
         soundfile.write(file, noise(1.4, number), RATE, format="WAV", subtype="FLOAT")
-        asked.append({"data": TAKEN | {"language": "de"} | fields, "files": {"file": ("a.wav", file.getvalue())}})
-    path = "/v1/audio/transcriptions"  # of each sound the engine is asked two things: what is said, and whether any is
-    alone = [posted(client, app, path, [one], 2)[0] for one in asked]
+        data = TAKEN | {"language": "de"} | fields
+        asked.append((path, {"data": data, "files": {"file": ("a.wav", file.getvalue())}}))
+    # Of each sound the engine is asked two things: what is said, and whether any is.
+    alone = [posted(client, app, [one], 2)[0] for one in asked]
     assert client.engine.stats().num_preemptions == 0
-    assert posted(client, app, path, asked, 2 * len(asked)) == nearly(alone, 1e-3 if name in FORMATS else 1e-6)
+    assert posted(client, app, asked, 2 * len(asked)) == nearly(alone, 1e-3 if name in FORMATS else 1e-6)
     assert client.engine.stats().num_preemptions > 0
     client.engine.check_integrity()
     assert len({answer["text"] for answer in alone}) == len(alone)
