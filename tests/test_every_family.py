@@ -25,6 +25,7 @@ from support.local_client import LocalClient
 from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from support.speech import RATE, TEXTS, make_speech_checkpoint, nearly, noise
+from support.speech import SHAPES as SPEECH_SHAPES
 from support.together import posted
 
 from engine import AudioInput, Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
@@ -74,6 +75,8 @@ def of_each_family(shapes: Mapping[str, Any], heads: Sequence[str] = ("",)) -> l
 
 
 GENERATING = {**FAMILY_SHAPES, **SEQ2SEQ_SHAPES}
+# Others of a family that are served under names or by parts of their own.
+BESIDE = ("longt5-sums", "plbart", "mvp")
 ENCODERS = of_each_family(ENCODER_SHAPES, ("Model", "ForSequenceClassification"))
 
 
@@ -95,7 +98,7 @@ class Subject:
     client: LocalClient
 
 
-@pytest.fixture(scope="module", params=of_each_family(GENERATING))
+@pytest.fixture(scope="module", params=[*of_each_family(GENERATING), *BESIDE])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     shape, folder = GENERATING[request.param], tmp_path_factory.mktemp(request.param)
     vocab, settings = shape.vocab, COMMON | FEW_PAGES
@@ -213,9 +216,9 @@ class Speech:
     positions: torch.Tensor
 
 
-@pytest.fixture(scope="module")
-def speech(tmp_path_factory: pytest.TempPathFactory) -> Speech:
-    checkpoint = make_speech_checkpoint("whisper", tmp_path_factory.mktemp("whisper"), max_length=32)
+@pytest.fixture(scope="module", params=SPEECH_SHAPES)
+def speech(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Speech:
+    checkpoint = make_speech_checkpoint(request.param, tmp_path_factory.mktemp(request.param), max_length=32)
     window = AudioInput(checkpoint.log_mel.features(noise(1.4)), random_prompt(TEXTS, 9, 30))
     engine = make_engine(checkpoint.path, **(COMMON | SPEECH_PAGES))
     found = Speech(checkpoint.path, window, logprobs(engine, window), positions(engine, window))
