@@ -167,7 +167,7 @@ def test_encoders_over_http_and_of_few_bits(name: str, tmp_path: Path) -> None:
     path, field = ("/v1/classify", "probs") if classes else ("/v1/embeddings", "embedding")
     params = PoolingParams(task="classify" if classes else "embed")
     vectors = []
-    for form in ({}, {"quantization": "int8"}):
+    for form in ({}, FORMATS["weights of int8"], FORMATS["weights of int4"]):
         client = LocalClient(EngineConfig(model=str(tmp_path), **(COMMON | form)))
         alone = [pooled(client.engine, input, params) for input in inputs]
         bodies = [{"input": list(input.token_ids)} for input in inputs]
@@ -178,8 +178,9 @@ def test_encoders_over_http_and_of_few_bits(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(found), torch.stack(alone), rtol=1e-5, atol=1e-6)
         vectors.append(torch.stack(alone))
         client.engine.close()
-    exact, rounded = vectors
-    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.2
+    exact, of_int8, of_int4 = vectors
+    assert 0 < float((of_int8 - exact).norm() / exact.norm()) < 0.2
+    assert 0 < float((of_int4 - exact).norm() / exact.norm()) < 0.5
     assert any(input.bbox for input in inputs) == name.startswith("layoutlm")
 
 
