@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import CLIPConfig, CLIPTextConfig, SiglipConfig, ViTConfig
+from transformers import BertConfig, CLIPConfig, CLIPTextConfig, DeiTConfig, SiglipConfig, ViTConfig
 
 from engine.errors import UnsupportedModelError
 from engine.interface.outputs import SignalInfo
 from engine.model.families import build_spec
 from engine.model.missing import unsupported
-from engine.model.spec import AtToken, Classifier, Embedder, ModelSpec, Patches, Pool, Probe
+from engine.model.spec import AtToken, Classifier, Embedder, FirstStates, ModelSpec, Patches, Pool, Probe
 
 
 def test_vit_by_default() -> None:
@@ -25,6 +26,16 @@ def test_vit_by_default() -> None:
     assert model.vocab_size == 0
     assert model.head == Classifier(labels=7, pooling="cls")
     assert build_spec(ViTConfig(architectures=["ViTModel"])).head == Pool()
+
+
+def test_a_teacher_has_a_head_of_its_own() -> None:
+    model = build_spec(DeiTConfig(architectures=["DeiTForImageClassificationWithTeacher"], num_labels=7))
+    assert model.head == Classifier(labels=7, pooling=FirstStates(2))
+    assert model.signal == SignalInfo("image", (3, 224, 224), 198)
+    assert unsupported(model) == []
+    texts = build_spec(BertConfig(architectures=["BertModel"]))
+    for other in (replace(texts, head=model.head), replace(model, head=replace(model.head, pooling=FirstStates(3)))):
+        assert unsupported(other) == ["FirstStates that stand for no learned vectors"]
 
 
 def test_clip_by_default() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ class Subject:
     @property
     def task(self) -> Any:
         """What its head is for."""
-        return "classify" if self.model.shape.architecture.endswith("ForImageClassification") else "embed"
+        return "classify" if "ForImageClassification" in self.model.shape.architecture else "embed"
 
     def inputs(self) -> list[Input]:
         """Images and texts in turns, as far as it reads them."""
@@ -163,6 +165,24 @@ def test_vectors_as_they_are_asked_for(subject: Subject) -> None:
         return
     engine.add_request("a", input, PoolingParams(task="embed", pooling="max"))
     assert finish(engine)["a"].pooled is not None
+
+
+@pytest.mark.parametrize("name", ["vit-classes", "deit-classes", "deit-teacher"])
+def test_features_of_a_classifier(name: str, tmp_path: Path) -> None:
+    """Where config.json names the model without its head, what the class token has become is the answer."""
+    model = make_image_checkpoint(SHAPES[name], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"architectures": [type(model.model.base_model).__name__]}))
+    engine = make_engine(tmp_path)
+    (pixels,) = model.images(1)
+    engine.add_request("a", PixelInput(pixels), PoolingParams(task="embed", normalize=False))
+    pooled = finish(engine)["a"].pooled
+    assert pooled is not None
+    with torch.no_grad():
+        expected = model.model.base_model(torch.from_numpy(pixels)[None]).last_hidden_state[0, 0]
+    assert torch.allclose(torch.tensor(pooled.values()[0]), expected, atol=NEAR * float(expected.abs().max()))
+    engine.close()
 
 
 def test_every_architecture_has_shapes() -> None:

@@ -33,13 +33,13 @@ POSITIONS = 10  # of an image in the models with a class token
 class Api:
     """An app that serves a model of images."""
 
-    def __init__(self, model: ImageModel, **settings: Any):
+    def __init__(self, model: ImageModel, workers: WorkerPool | None = None, **settings: Any):
         self.model = model
         config = EngineConfig(model=str(model.path), dtype="float32", device="cpu", show_progress=False)
         self.client = LocalClient(config)
         made = ServerSettings(allowed_hosts=("localhost",), **settings)
         self.app = create_app(self.client, load_tokenizer(model.path), "tiny", settings=made)
-        self.workers = WorkerPool()
+        self.workers = workers or WorkerPool()
         self.app.state.service.images._workers = self.workers
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -74,15 +74,15 @@ class Api:
 def apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Api]]:
     """Apps by the kind of their model, made once."""
     found: dict[str, Api] = {}
+    workers = WorkerPool()
 
     def get(kind: str) -> Api:
         if kind not in found:
-            found[kind] = Api(make_image_model(kind, tmp_path_factory.mktemp("models")))
+            found[kind] = Api(make_image_model(kind, tmp_path_factory.mktemp("models")), workers)
         return found[kind]
 
     yield get
-    for api in found.values():
-        api.workers.close()
+    workers.close()
 
 
 @pytest.mark.slow
@@ -124,8 +124,9 @@ def test_an_image_alone(apis: Callable[[str], Api]) -> None:
     assert np.abs(found - expected / np.linalg.norm(expected)).max() <= 1e-5
 
 
-def test_classes_of_images(apis: Callable[[str], Api]) -> None:
-    api = apis("vit")
+@pytest.mark.parametrize(("kind", "positions"), [("vit", POSITIONS), ("deit", 11), ("deit-teacher", 11)])
+def test_classes_of_images(kind: str, positions: int, apis: Callable[[str], Api]) -> None:
+    api = apis(kind)
     images = [picture(1), picture(2)]
     body = api.ask(CLASSIFY, input=[{"image": data_url(image)} for image in images], top_k=2)
     for item, image in zip(body["data"], images, strict=True):
@@ -133,7 +134,15 @@ def test_classes_of_images(apis: Callable[[str], Api]) -> None:
         assert np.abs(np.array(item["probs"]) - expected).max() <= 1e-5
         assert item["label"] == LABELS[int(expected.argmax())]
         assert len(item["scores"]) == 2
-    assert body["usage"]["prompt_tokens"] == 2 * POSITIONS
+    assert body["usage"]["prompt_tokens"] == 2 * positions
+
+
+@pytest.mark.parametrize("kind", ["vit-vectors", "deit-vectors"])
+def test_vectors_of_images(kind: str, apis: Callable[[str], Api]) -> None:
+    images = [picture(1), picture(2, 90, 30)]
+    body = apis(kind).ask(EMBED, input=[{"image": data_url(image)} for image in images])
+    for item, image in zip(body["data"], images, strict=True):
+        assert np.abs(np.array(item["embedding"]) - apis(kind).model.of_image(image).numpy()).max() <= 1e-5
 
 
 def as_base64(data: bytes) -> str:

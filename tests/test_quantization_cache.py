@@ -27,6 +27,8 @@ from support.driving import make_engine, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.everyday import EVERYDAY
 from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.image_shapes import SHAPES as IMAGE_SHAPES
+from support.image_shapes import make_image_checkpoint
 from support.jobs import CHECKPOINT, MIXED
 from support.native import each_isa, kernels_of
 from support.seq2seq import make_seq2seq_checkpoint
@@ -55,12 +57,14 @@ MAKERS: tuple[tuple[dict[str, Any], Callable[[Any, Path], Any]], ...] = (
     (FAMILY_SHAPES, make_family_checkpoint),
     (ENCODER_SHAPES, make_encoder_checkpoint),
     (SEQ2SEQ_SHAPES, make_seq2seq_checkpoint),
+    (IMAGE_SHAPES, make_image_checkpoint),
 )
 
 
 def cases() -> Iterator[Any]:
     """Every family's plain shape, and shapes that share, own, join or leave out tables."""
     words = ("tied", "apart", "vocabularies", "own-head", "moe", "experts", "classes", "masked", "convolution", "gpt")
+    words += ("teacher",)
     for shapes, make in MAKERS:
         for name, shape in shapes.items():
             if "-" not in name or any(word in name for word in words):
@@ -110,14 +114,15 @@ def load(
     path: Path, cache: Path | None, kind: Quantization = "int4", dtype: torch.dtype = torch.float32
 ) -> Transformer:
     config = read_config(path)
+    spec = build_spec(config)
     return weights.load_model(
         path,
         config,
-        build_spec(config),
+        spec,
         dtype=dtype,
         device=torch.device("cpu"),
         backend=TorchReference(),
-        max_model_len=16,
+        max_model_len=min(16, spec.max_positions or 16),
         show_progress=False,
         quantization=kind,
         quantization_cache="off" if cache is None else str(cache),

@@ -96,8 +96,8 @@ def test_it_is_served_as_the_original_is_with_that_quantization(
 
 
 # Each way in which a table puts stored matrices into those of the model; `gpt-oss` and `dbrx` have stacks.
-WAYS = ("bart", "bert-masked", "convbert", "dbrx", "deepseek-v3", "falcon-alibi", "gpt-oss", "m2m100",
-        "phi3-factors-by-request", "qwen2-moe", "switch-experts", "t5-own-head-scaled")  # fmt: skip
+WAYS = ("bart", "bert-masked", "clip", "convbert", "dbrx", "deepseek-v3", "deit-teacher", "falcon-alibi", "gpt-oss",
+        "m2m100", "phi3-factors-by-request", "qwen2-moe", "switch-experts", "t5-own-head-scaled")  # fmt: skip
 
 
 @pytest.mark.usefixtures("portable")

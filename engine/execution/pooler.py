@@ -283,7 +283,7 @@ def _place(pooling: object, tokens: Int32) -> int:
 
 
 def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64 | None) -> Tensor:
-    """The vector that a head classifies, [hidden], of an input's tokens so far.
+    """The vector that a head classifies, [hidden], of an input's tokens so far; several states are laid end to end.
 
     Args:
         states, tokens: [T, hidden] and [T] of its newest tokens.
@@ -293,6 +293,8 @@ def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64
         return states.double().mean(0).to(states.dtype)
     if head.pooling == "cls":
         return states[0]
+    if isinstance(head.pooling, spec.FirstStates):
+        return states[: head.pooling.count].flatten()
     wanted = np.arange(len(tokens)) if head.padding_id is None else np.flatnonzero(tokens != head.padding_id)
     if len(wanted):
         return states[int(wanted[-1])]

@@ -78,6 +78,26 @@ class Head(nn.Module):
         return self.output.in_float32(near) + self.beyond.in_float32(far)
 
 
+class Panel(nn.Module):
+    """Heads of which each reads a hidden state of its own, and whose numbers are averaged."""
+
+    def __init__(self, members: Sequence[Head]):
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def make_ready(self) -> None:
+        """As `Head.make_ready`."""
+        for member in self.members:
+            assert isinstance(member, Head)
+            member.make_ready()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [N, outputs] of hidden states [N, members * hidden], the first member's first."""
+        states = x.chunk(len(self.members), dim=1)
+        numbers = [member(part.contiguous()) for member, part in zip(self.members, states, strict=True)]
+        return torch.stack(numbers).mean(0)
+
+
 class Probe(nn.Module):
     """What a learned query makes of the hidden states of an input."""
 
@@ -163,15 +183,13 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
                 beyond=part.beyond,
             )
         case spec.Classifier():
-            width = None if part.activation is None else part.width or hidden
-            return Head(
-                (hidden, width, part.labels),
-                part.activation,
-                part.norm,
-                place,
-                dense_bias=part.dense_bias,
-                bias=part.bias,
-            )
+            sizes = (hidden, None if part.activation is None else part.width or hidden, part.labels)
+            count = part.pooling.count if isinstance(part.pooling, spec.FirstStates) else 1
+            heads = [
+                Head(sizes, part.activation, part.norm, place, dense_bias=part.dense_bias, bias=part.bias)
+                for _ in range(count)
+            ]
+            return Panel(heads) if isinstance(part.pooling, spec.FirstStates) else heads[0]
         case spec.AnswerSpan():
             width = None if part.activation is None else hidden
             return Head(

@@ -15,6 +15,10 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.append("language-model heads over an encoder")
     if model.decoder is not None and isinstance(model.head, spec.MaskedLm):
         missing.append("MaskedLm heads over a decoder")
+    if isinstance(model.head, spec.Classifier) and isinstance(model.head.pooling, spec.FirstStates):
+        embedding = model.trunk.embedding
+        if not isinstance(embedding, spec.Patches) or embedding.first < model.head.pooling.count:
+            missing.append("FirstStates that stand for no learned vectors")  # an input may be too short to have them
     head: spec.Activation | None = None
     match model.head:
         case spec.MaskedLm() | spec.Classifier():

@@ -186,7 +186,8 @@ def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Q
     stored = as_stored(checkpoint, table, spec)
     if stored != spec:
         table = families.weight_table(config, stored)
-    model = Transformer(stored, TorchReference(), 16, device="meta", dtype=torch.float32)  # shapes, no memory
+    length = min(16, stored.max_positions or 16)  # no matrix depends on it
+    model = Transformer(stored, TorchReference(), length, device="meta", dtype=torch.float32)  # shapes, no memory
     plan(checkpoint, table, model)  # refuses what cannot be loaded
     names = {module: name for name, module in model.named_modules()}
     kinds = {f"{names[module]}.weight": becomes for module, becomes in model.matrices(kind)}

@@ -18,7 +18,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.heads import Head, build_head
+from engine.model.heads import Head, Panel, build_head
 from engine.model.inputs import Adapters, Inputs, QueryKeeper
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
 
     def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):
-            if isinstance(part, TransformerStack | Head):
+            if isinstance(part, TransformerStack | Head | Panel):
                 part.make_ready()
         if self.twin is not None:
             self.twin._make_ready()

@@ -71,6 +71,12 @@ SHAPES = {
     "deit-grey": ImageShape("DeiTModel", GREY, seed=6),
     "deit-classes": ImageShape("DeiTForImageClassification", IMAGES | {"num_labels": 5}, seed=7),
     "deit-grey-classes": ImageShape("DeiTForImageClassification", GREY | {"num_labels": 3}, seed=8),
+    "deit-teacher": ImageShape("DeiTForImageClassificationWithTeacher", IMAGES | {"num_labels": 5}, seed=20),
+    "deit-grey-teacher": ImageShape(
+        "DeiTForImageClassificationWithTeacher",
+        GREY | {"num_labels": 4, "problem_type": "multi_label_classification"},
+        seed=21,
+    ),
     "clip": ImageShape("CLIPModel", {"text_config": TEXTS, "vision_config": IMAGES, "projection_dim": 20}, seed=9),
     "clip-grey": ImageShape(
         "CLIPModel",

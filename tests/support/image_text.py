@@ -1,5 +1,5 @@
-"""Tiny CLIP, SigLIP and ViT checkpoints as published folders look: with preprocessor_config.json and, where they read
-texts, a tokenizer of bytes."""
+"""Tiny CLIP, SigLIP, ViT and DeiT checkpoints as published folders look: with preprocessor_config.json and, where they
+read texts, a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
@@ -29,6 +30,9 @@ _TEXTS: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 259,
     "max_position_embeddings": 40, "bos_token_id": START, "eos_token_id": END, "pad_token_id": FILLER,
 }  # fmt: skip
+_CLASSES = _IMAGES | {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
+_SQUARE: dict[str, Any] = {"size": {"height": _SIDE, "width": _SIDE}}
+_CROPPED = {"size": {"height": 28, "width": 30}, "crop_size": {"height": _SIDE, "width": _SIDE}}
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "clip": (
         "CLIPModel",
@@ -40,14 +44,13 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "SiglipModel",
         "SiglipImageProcessorPil",
         {"text_config": _TEXTS | {"projection_size": 32}, "vision_config": _IMAGES},
-        {"size": {"height": _SIDE, "width": _SIDE}},
+        _SQUARE,
     ),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTImageProcessorPil",
-        _IMAGES | {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}},
-        {"size": {"height": _SIDE, "width": _SIDE}},
-    ),
+    "vit": ("ViTForImageClassification", "ViTImageProcessorPil", _CLASSES, _SQUARE),
+    "vit-vectors": ("ViTModel", "ViTImageProcessorPil", _IMAGES, _SQUARE),
+    "deit": ("DeiTForImageClassification", "DeiTImageProcessorPil", _CLASSES, _CROPPED),
+    "deit-teacher": ("DeiTForImageClassificationWithTeacher", "DeiTImageProcessorPil", _CLASSES, _CROPPED),
+    "deit-vectors": ("DeiTModel", "DeiTImageProcessorPil", _IMAGES, _CROPPED),
 }
 
 
@@ -65,7 +68,10 @@ class ImageModel:
         pixels = self.processor(image.convert("RGB"), return_tensors="pt").pixel_values
         if hasattr(self.model, "get_image_features"):
             return _unit(self.model.get_image_features(pixels))
-        return self.model(pixels).logits[0].softmax(-1)  # type: ignore[no-any-return]
+        output = self.model(pixels)
+        if "logits" not in output:  # what the class token has become
+            return F.normalize(output.last_hidden_state[0, 0], dim=0)
+        return output.logits[0].softmax(-1)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def of_text(self, text: str) -> Tensor:

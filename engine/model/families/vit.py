@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import norm
+from engine.model.families.common import linear, norm
 from engine.model.families.encoder_only import token_weights
 from engine.model.families.vision import PreNormLayer, kernel, layer_weights, patches, pre_norm_encoder
-from engine.model.spec import Classifier, ModelSpec, Patches, Pool
+from engine.model.spec import Classifier, FirstStates, Head, ModelSpec, Patches, Pool
 from engine.model.table import Entry, Family, Reshaped, Row, WeightTable
 
 _LAYER = PreNormLayer(
@@ -26,12 +27,14 @@ _LAYER = PreNormLayer(
 
 def spec(config: Any) -> ModelSpec:
     name = config.architectures[0]
+    first = 2 if name.startswith("DeiT") else 1
     head: Classifier | Pool = Pool()
-    if name.endswith("ForImageClassification"):
+    if "ForImageClassification" in name:
         if not config.num_labels:
             raise UnsupportedModelError("num_labels of the config is 0: a classifier needs classes.")
         head = Classifier(labels=config.num_labels, pooling="cls")
-    first = 2 if name.startswith("DeiT") else 1
+        if name.endswith("WithTeacher"):
+            head = replace(head, pooling=FirstStates(first))
     encoder = pre_norm_encoder(config, patches(config, bias=True, first=first), qkv_bias=config.qkv_bias)
     return ModelSpec(encoder=encoder, decoder=None, head=head)
 
@@ -52,17 +55,36 @@ def weights(model: ModelSpec) -> WeightTable:
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embeddings",), Row()),
         *layer_weights(model.encoder, f"{source}.encoder.layer", _LAYER),
         *norm("encoder.final_norm", f"{source}.layernorm", bias=True),
-        *(token_weights("classifier") if isinstance(model.head, Classifier) else ()),
+        *_head_weights(model.head),
     ]
     # The pooler of the pretraining's task, and what stood for patches that a model was to guess.
-    ignored = (rf"{source}\.pooler\.dense\.(weight|bias)", rf"{source}\.embeddings\.mask_token")
-    return WeightTable(tuple(entries), prefix=f"{source}.", ignored=ignored)
+    ignored = [rf"{source}\.pooler\.dense\.(weight|bias)", rf"{source}\.embeddings\.mask_token"]
+    if isinstance(model.head, Pool):
+        ignored.append(r"(cls_|distillation_)?classifier\.(weight|bias)")
+    return WeightTable(tuple(entries), prefix=f"{source}.", ignored=tuple(ignored))
+
+
+def _head_weights(head: Head) -> list[Entry]:
+    match head:
+        case Classifier(pooling=FirstStates()):
+            teacher = linear("head.members.1.output", "distillation_classifier", True, 0)
+            return [*linear("head.members.0.output", "cls_classifier", True, 0), *teacher]
+        case Classifier():
+            return token_weights("classifier")
+        case _:
+            return []
 
 
 FAMILY = Family(
     name="ViT, DeiT",
-    architectures=("ViTModel", "ViTForImageClassification", "DeiTModel", "DeiTForImageClassification"),
-    brings="images as patches, with learned vectors before them: a class token, and DeiT's teacher",
+    architectures=(
+        "ViTModel",
+        "ViTForImageClassification",
+        "DeiTModel",
+        "DeiTForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
+    ),
+    brings="images as patches, with learned vectors before them: a class token, and DeiT's teacher, with a head each",
     spec=spec,
     weights=weights,
 )

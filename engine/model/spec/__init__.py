@@ -35,6 +35,7 @@ from engine.model.spec.heads import (
     AtToken,
     Classifier,
     Embedder,
+    FirstStates,
     Head,
     HeadLayer,
     LabelledSpans,
@@ -66,9 +67,9 @@ from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalS
 from engine.model.spec.stack import PredictingStream, Repeated, Stack
 
 __all__ = [
-    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention",
-    "BeforeToken", "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense",
-    "Embedder", "Embedding", "Experts", "FeedForward", "FirstToken", "Fourier", "Gated", "GlobalStream",
+    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
+    "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense", "Embedder",
+    "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated", "GlobalStream",
     "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "Likeliest", "Lm", "MaskedLm",
     "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "Opened", "Parallel", "Patches", "PerHead", "Placement",
     "Pool", "Post", "Pre", "PredictingStream", "Probe", "QkNorm", "Repeated", "ResidualNetwork", "Routing", "Sandwich",

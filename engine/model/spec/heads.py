@@ -61,13 +61,21 @@ class MaskedLm:
     beyond: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FirstStates:
+    """Each of the first `count` hidden states goes through layers of its own; the scores are the mean of what these
+    give (arXiv:2012.12877)."""
+
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier:
     """norm(activation(dense(x))) where there is a dense layer, then scores of `labels` classes.
 
     Attributes:
         labels: number of classes.
-        pooling: which hidden state x is of a sequence, or their mean; None: each token is classified.
+        pooling: which hidden state x is of a sequence, or their mean, or several; None: each token is classified.
         activation: of the dense layer; None for no such layer.
         norm: after that layer.
         dense_bias, bias: biases of the two layers.
@@ -76,7 +84,7 @@ class Classifier:
     """
 
     labels: int
-    pooling: Literal["cls", "mean", "last"] | None
+    pooling: Literal["cls", "mean", "last"] | FirstStates | None
     activation: Activation | None = None
     norm: Norm | None = None
     dense_bias: bool = True
