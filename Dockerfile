@@ -68,7 +68,7 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
 # ---- kernels for GPUs, compiled without one for the folder that Triton will use. It knows them by their source, not by
 # the packages that they are in.
 FROM builder AS kernels
-ARG KERNELS="--models Qwen3-0.6B Llama-3.1-8B --capabilities 80 86 89 90 100 120"
+ARG KERNELS="--models Qwen3-0.6B Llama-3.1-8B --config demo.json --capabilities 80 86 89 90 100 120"
 # For Triton's module that starts kernels.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -76,6 +76,7 @@ COPY --from=libraries-cuda /app/venv /app/venv
 COPY engine engine
 COPY benchmarks/gpu_cache.py benchmarks/
 COPY benchmarks/gpu_parts benchmarks/gpu_parts
+COPY server/demo/chat/config.json demo.json
 # KERNELS is several words.
 # hadolint ignore=SC2086
 RUN mkdir /kernels \

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="the folder: TRITON_CACHE_DIR of the server")
-    parser.add_argument("--models", nargs="+", choices=tuple(shapes.MODELS), default=list(shapes.MODELS))
-    parser.add_argument("--config", type=Path, help="a config.json of the LLaMA family, instead of --models")
+    parser.add_argument("--models", nargs="+", choices=tuple(shapes.MODELS), help="default: all, without --config")
+    parser.add_argument("--config", nargs="+", type=Path, default=[], help="config.json of models of the LLaMA family")
     parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 86, 89, 90, 100, 120])
     parser.add_argument(
         "--kv-cache-dtypes", nargs="+", choices=PAGES, default=["auto"], help="formats of the pages (default: auto)"
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settle(options.cache, options.cache.resolve())
     command = [sys.executable, __file__, "--cache", str(options.cache), "--child"]
     failed = subprocess.run([*command, "starter"], env=environment, check=False).returncode != 0
-    for model in ["config"] if options.config else options.models:
-        which = ["--config", str(options.config)] if options.config else ["--models", model]
-        for capability in options.capabilities:
-            formats = ["--kv-cache-dtypes", *options.kv_cache_dtypes, "--quantizations", *options.quantizations]
-            child = [*command, "kernels", *which, *formats, "--capabilities", str(capability)]
-            failed |= subprocess.run(child, env=environment, check=False).returncode != 0
+    models = [["--models", model] for model in options.models or ([] if options.config else shapes.MODELS)]
+    models += [["--config", str(config)] for config in options.config]
+    for which, capability in product(models, options.capabilities):
+        formats = ["--kv-cache-dtypes", *options.kv_cache_dtypes, "--quantizations", *options.quantizations]
+        child = [*command, "kernels", *which, *formats, "--capabilities", str(capability)]
+        failed |= subprocess.run(child, env=environment, check=False).returncode != 0
     settle(options.cache, options.home or options.cache.resolve())
     size = sum(file.stat().st_size for file in options.cache.rglob("*") if file.is_file())
     print(f"{options.cache}: {size / 1e6:.1f} MB")
@@ -88,14 +88,14 @@ def _compile(options: argparse.Namespace) -> int:
     from gpu_parts import ahead, shapes
 
     began = time.perf_counter()
-    config, model, capability = options.config, options.models[0], options.capabilities[0]
-    chosen = json.loads(config.read_text()) if config else shapes.config_of(model, tiny=False)
+    name = str(options.config[0]) if options.config else options.models[0]
+    chosen = json.loads(Path(name).read_text()) if options.config else shapes.config_of(name, tiny=False)
+    capability = options.capabilities[0]
     with ahead.compiling(capability) as hits:
         sizes = replace(shapes.TINY, chunk=512, batches=(1, 16), context=96)
         for weights, dtype in product(options.quantizations, options.kv_cache_dtypes):
             ahead.serve(chosen, sizes, kv_cache_dtype=dtype, quantization=weights)
     seconds = time.perf_counter() - began
-    name = config or model
     print(
         f"{name}, sm_{capability}: {hits.count(False)} compiled, {hits.count(True)} found, {seconds:.0f} s", flush=True
     )

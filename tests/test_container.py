@@ -109,12 +109,15 @@ def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
 
 
 def test_kernels_are_compiled_for_the_folder_that_is_used() -> None:
-    """Unless told otherwise for all models and GPUs that the benchmark knows; the user adds to the folder."""
+    """Unless told otherwise for the demo, and for all models and GPUs that the benchmark knows; the user adds to the
+    folder."""
     (chosen,) = [words[0].removeprefix("KERNELS=") for words in of_kind("ARG") if words[0].startswith("KERNELS=")]
     told = dict(re.findall(r"--(\S+) ((?:(?!--)\S+ ?)+)", chosen))
     assert set(told["models"].split()) == set(shapes.MODELS)
     assert set(map(int, told["capabilities"].split())) == set(ahead.GPUS)
     stage = DOCKERFILE[DOCKERFILE.index("AS kernels") : DOCKERFILE.index("AS runtime")]
+    assert f"COPY server/demo/chat/config.json {told['config'].strip()}\n" in stage
+    assert not is_ignored("server/demo/chat/config.json")
     (program, folder, home) = re.findall(r"python3 (\S+) --cache (\S+) --home (\S+) \$KERNELS", stage)[0]
     assert (ROOT / program).is_file()
     assert not is_ignored(program)
