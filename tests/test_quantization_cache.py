@@ -500,7 +500,7 @@ def test_numbers_belong_to_a_format(isa: str) -> None:
     if native.available():
         with kernels_of(isa):
             made += [(kind, quantise(weight, kind)) for kind in KINDS]
-    assert quantised_cache.FORMAT == 3
+    assert quantised_cache.FORMAT == 4
     for kind, quantised in made:
         expected = {
             "int8": "902082d1781812c7 9006c00e09941cf4",

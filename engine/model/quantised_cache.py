@@ -37,8 +37,8 @@ from engine.model.weight_files import header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 3
-"""Changes with the numbers that a quantiser makes, and with how they lie in a file."""
+FORMAT = 4
+"""Changes with the numbers that are read of a checkpoint or that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600

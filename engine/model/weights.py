@@ -21,7 +21,7 @@ from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder
 from engine.model.quantised_loading import MatrixLoading, mark_stored
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
-from engine.model.table import Destination, WeightTable
+from engine.model.table import Conv1d, Destination, Entry, Same, WeightTable
 from engine.model.transformer import Transformer
 from engine.model.weight_files import FORMATS, Checkpoint
 
@@ -87,6 +87,7 @@ def load_model(
                 f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
+        table = as_linears(checkpoint, table)
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # of a GGUF file it takes reading
         if quantization == "stored":
@@ -159,6 +160,23 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
             f"({table.head}), or drop the tables that are not used."
         )
     return replace(model, shared_tokens=False)
+
+
+def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
+    """The table, where a Conv1D's matrix that the checkpoint has in few bits is one of a linear layer.
+
+    Args:
+        checkpoint: under the table's names.
+    """
+    if checkpoint.scheme is None:
+        return table
+
+    def is_linear(entry: Entry) -> bool:
+        stored = [name for name in entry.sources if name in checkpoint.names]
+        return isinstance(entry.transform, Conv1d) and any(map(checkpoint.few_bits, stored))
+
+    entries = (replace(entry, transform=Same()) if is_linear(entry) else entry for entry in table.entries)
+    return replace(table, entries=tuple(entries))
 
 
 def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
