@@ -101,13 +101,20 @@ def load_model(
             elif checkpoint.has_few_bits:
                 becomes += " (--quantization stored would keep them small)"
             logger.info("%s: weights are stored as %s, %s.", checkpoint.path, title, becomes)
+        bar = tqdm(
+            total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
+            disable=not show_progress,
+        )  # fmt: skip
         if quantization is None:
-            _fill(checkpoint, destinations, show_progress)
+            with bar:
+                _fill(checkpoint, destinations, bar)
         else:
             folder = find_folder(quantization_cache)
-            with MatrixLoading(model, quantization, checkpoint, destinations, folder) as matrices:
-                _fill(checkpoint, destinations, show_progress, matrices)
+            with bar, MatrixLoading(model, quantization, checkpoint, destinations, folder, bar.update) as matrices:
+                bar.total = _size_of(destinations) + matrices.kept_bytes
+                _fill(checkpoint, destinations, bar, matrices)
                 matrices.finish()
+            matrices.report()
     return model.eval()
 
 
@@ -236,41 +243,42 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
+def _size_of(destinations: dict[str, list[Destination]]) -> int:
+    """Bytes of what is read, in the model's format."""
+    return sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
+
+
 def _fill(
     checkpoint: Checkpoint,
     destinations: dict[str, list[Destination]],
-    show_progress: bool,
+    bar: tqdm[Any],
     matrices: MatrixLoading | None = None,
 ) -> None:
     """Read all tensors; `matrices` is told the address of the parameter that each has gone to."""
-    total = sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
-    with tqdm(
-        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
-    ) as bar:
-        for name in order:
-            left = destinations.pop(name)  # which would keep what packing gives up
-            bar.update(left[0].shape.numel() * left[0].parameter.element_size())
-            if matrices is not None and matrices.stores(name):
-                destination = left.pop()
-                matrices.take(name, checkpoint.quantised(name), destination)
+    for name in order:
+        left = destinations.pop(name)  # which would keep what packing gives up
+        bar.update(left[0].shape.numel() * left[0].parameter.element_size())
+        if matrices is not None and matrices.stores(name):
+            destination = left.pop()
+            matrices.take(name, checkpoint.quantised(name), destination)
+            pointer = destination.parameter.data_ptr()
+            del destination
+            matrices.filled(pointer)
+            continue
+        formats = {destination.parameter.dtype for destination in left}
+        stored = checkpoint.read(name, formats.pop() if len(formats) == 1 else None)
+        while left:
+            destination = left.pop()
+            source = stored.to(destination.parameter.dtype)
+            if source.dtype == torch.float16 and not bool(source.isfinite().all()):
+                raise ModelLoadError(
+                    f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
+                    "Use --dtype bfloat16 or float32."
+                )
+            destination.transform.fill(destination.parameter, destination.place, source)
+            if matrices is not None:
                 pointer = destination.parameter.data_ptr()
                 del destination
                 matrices.filled(pointer)
-                continue
-            formats = {destination.parameter.dtype for destination in left}
-            stored = checkpoint.read(name, formats.pop() if len(formats) == 1 else None)
-            while left:
-                destination = left.pop()
-                source = stored.to(destination.parameter.dtype)
-                if source.dtype == torch.float16 and not bool(source.isfinite().all()):
-                    raise ModelLoadError(
-                        f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
-                        "Use --dtype bfloat16 or float32."
-                    )
-                destination.transform.fill(destination.parameter, destination.place, source)
-                if matrices is not None:
-                    pointer = destination.parameter.data_ptr()
-                    del destination
-                    matrices.filled(pointer)
