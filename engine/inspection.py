@@ -33,7 +33,7 @@ from engine.model.quantised_loading import mark_stored
 from engine.model.retrieval import read_folder
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint, weight_files
-from engine.model.weights import stored_dtype
+from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
 
@@ -191,7 +191,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         with Checkpoint(path, scheme) as checkpoint:
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
-            mark_stored(model, checkpoint, table, device)
+            mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
             as_stored = model.weight_bytes("stored") if checkpoint.has_few_bits else 0
     weights = model.weight_bytes(quantization)
     num_blocks, pages, full_requests = 0, 0, 0.0

@@ -17,6 +17,7 @@ from support import reference
 from support.checkpoints import random_prompt
 from support.driving import Job, logprobs, make_engine, run
 from support.gguf_files import KINDS, library, put, write_file
+from support.native import each_isa, kernels_of
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -167,6 +168,23 @@ def test_q4_k_is_taken_as_it_is() -> None:
     assert made.inputs == 512
     largest = made.scales.float().abs().amax(-1, keepdim=True).repeat_interleave(32, 2).flatten(1)
     assert ((made.dense() - exact).abs() <= largest * 16 * 2.0**-11).all()
+
+
+@each_isa
+@pytest.mark.parametrize(("threads", "count"), [(1, 3), (2, 5000)])
+def test_the_kernel_makes_q6_ks_numbers_as_torch_does(isa: str, threads: int, count: int) -> None:
+    """Bit for bit, of blocks of any bytes whose scales are numbers; many, so that threads share them."""
+    format = find_format(14)
+    assert format is not None
+    assert format.decode is not None
+    octets = torch.randint(0, 256, (count, format.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    octets[:, -1] &= 0xBF  # halves below 2
+    data = torch.cat((torch.zeros(3, dtype=torch.uint8), octets.flatten()))[3:]  # words do not begin where words may
+    wanted = format.decode(octets)
+    with kernels_of(isa, threads):
+        found = [dequantise(data, format), dequantise(data, format, torch.bfloat16)]
+    assert torch.equal(found[0].view(torch.int32), wanted.flatten().view(torch.int32))
+    assert torch.equal(found[1], wanted.flatten().bfloat16())
 
 
 def test_the_kernel_takes_q4_k_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:

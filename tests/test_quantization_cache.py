@@ -111,7 +111,12 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(
-    path: Path, cache: Path | None, kind: Quantization = "int4", dtype: torch.dtype = torch.float32
+    path: Path,
+    cache: Path | None,
+    kind: Quantization = "int4",
+    dtype: torch.dtype = torch.float32,
+    *,
+    show_progress: bool = False,
 ) -> Transformer:
     config = read_config(path)
     spec = build_spec(config)
@@ -123,7 +128,7 @@ def load(
         device=torch.device("cpu"),
         backend=TorchReference(),
         max_model_len=min(16, spec.max_positions or 16),
-        show_progress=False,
+        show_progress=show_progress,
         quantization=kind,
         quantization_cache="off" if cache is None else str(cache),
     )
@@ -310,6 +315,40 @@ def test_a_damaged_entry_is_made_again(
     quantised.clear()
     load(llama, cache)
     assert not quantised
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "qwen3-moe"])
+def test_progress_counts_what_was_kept(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as what is read and made, whether it is made, taken or found to be damaged."""
+    path = tmp_path / name
+    shapes, make = next((shapes, make) for shapes, make in MAKERS if name in shapes)
+    make(shapes[name], path)
+    bars: list[tuple[float | None, list[float]]] = []
+
+    class Bar(weights.tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            steps.append(n or 0)
+            return super().update(n)
+
+        def close(self) -> None:
+            if not self.disable:
+                bars.append((self.total, list(steps)))
+            super().close()
+
+    monkeypatch.setattr(weights, "tqdm", Bar)
+    for _ in range(2):
+        steps: list[float] = []
+        load(path, cache, show_progress=True)
+    flip(entries(cache)[0], 1)
+    steps = []
+    load(path, cache, show_progress=True)
+    made, kept, damaged = bars
+    size = sum(made[1])
+    assert [total for total, _ in bars] == [size] * 3
+    assert [sum(steps) for _, steps in bars] == [size] * 3
+    assert min(kept[1]) >= 0
+    assert max(kept[1]) < size / 2, "in steps"
+    assert min(damaged[1]) < 0
 
 
 def test_another_checkpoints_entry_is_not_used(
@@ -500,7 +539,7 @@ def test_numbers_belong_to_a_format(isa: str) -> None:
     if native.available():
         with kernels_of(isa):
             made += [(kind, quantise(weight, kind)) for kind in KINDS]
-    assert quantised_cache.FORMAT == 3
+    assert quantised_cache.FORMAT == 4
     for kind, quantised in made:
         expected = {
             "int8": "902082d1781812c7 9006c00e09941cf4",

@@ -107,6 +107,41 @@ def test_what_is_read_is_what_is_stored(kind: str, tmp_path: Path, caplog: pytes
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
+@pytest.mark.parametrize("kind", ["gptq-4", "gptq-4-act-order", "nf4", "bitsandbytes-int8"])
+def test_what_a_conv1d_held_is_stored_as_a_linear_layer_holds_it(kind: str, tmp_path: Path) -> None:
+    """By outputs, as the libraries turn it."""
+    said, pack = KINDS[kind]
+    shape = FAMILY_SHAPES["gpt2"]
+    sizes = {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_layer": 2}
+    build_reference(replace(shape, settings={**shape.settings, **sizes})).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    plain = load_file(file)
+    stored: dict[str, Tensor] = {}
+    for number, (name, tensor) in enumerate(list(plain.items())):
+        if ".h." in name and tensor.dim() == 2:
+            made = pack(tensor.shape[1], tensor.shape[0], number)
+            plain[name] = made.holds.t()
+            stored |= {name.removesuffix(".weight") + ending: part for ending, part in made.parts.items()}
+        else:
+            stored[name] = tensor
+    assert any(plain[name].shape == (64, 64) for name in plain), "whose sizes do not tell how it lies"
+    write(file, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
+    assert 0 < facts.weights_as_stored < facts.weights
+    found = load(tmp_path).state_dict()
+    make_plain(tmp_path, plain)
+    whole = load(tmp_path).state_dict()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_modules_that_are_left_plain_by_rules(tmp_path: Path) -> None:
+    """As GPTQModel writes them."""
+    checkpoint(tmp_path, GPTQ4 | {"dynamic": {"-:.*gate.*": {}, "-:lm_head": {}}}, KINDS["gptq-4"][1])
+    assert load(tmp_path).spec.decoder is not None
+
+
 @pytest.mark.parametrize("kind", ["awq", "gptq-4-act-order", "fp8-blocks", "nf4"])
 def test_tokens_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     """Of transformers, which reads the same numbers as plain tensors."""
@@ -348,7 +383,9 @@ def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         (GPTQ4 | {"bits": 5}, ("bits of the config's", "2, 3, 4, 8", "5")),
         (GPTQ4 | {"bits": "4"}, ("bits of the config's", "'4'")),
         (GPTQ4 | {"checkpoint_format": "marlin"}, ("checkpoint_format", "gptq or gptq_v2", "'marlin'")),
-        (GPTQ4 | {"dynamic": {"+:x": {"bits": 8}}}, ("dynamic",)),
+        (GPTQ4 | {"dynamic": {"+:x": {"bits": 8}}}, ("dynamic", "'-:'")),
+        (GPTQ4 | {"dynamic": {"-:x": {}, "x": {"bits": 8}}}, ("dynamic", "'-:'")),
+        (GPTQ4 | {"rotation": "hadamard"}, ("rotation of the config's", "'hadamard'")),
         (AWQ | {"bits": 8}, ("bits of the config's", "4", "8")),
         (AWQ | {"version": "gemv"}, ("version", "gemm", "'gemv'")),
         (AWQ | {"backend": "llm-awq"}, ("autoawq", "'llm-awq'")),
@@ -388,7 +425,9 @@ def test_what_is_not_read_is_refused_by_name(said: dict[str, Any], words: tuple[
         ("nf4", lambda t: t.update({Q + STATE: t[Q + STATE][:9]}), "nf4 is damaged"),
         ("nf4", lambda t: t.update({Q + STATE: state(shape=[1 << 20, 1 << 20])}), "should hold 1099511627776 numbers"),
         ("nf4", lambda t: t.update({Q + STATE: state(blocksize=0)}), "should hold"),
+        ("nf4", lambda t: t.update({Q + ".weight": t[Q + ".weight"].float()}), "should hold .* is stored as .*F32"),
         ("bitsandbytes-int8", lambda t: t.pop(Q + ".SCB"), "lacks .*q_proj.SCB"),
+        ("bitsandbytes-int8", lambda t: t.update({Q + ".weight_format": torch.zeros(2)}), "weight_format should have"),
     ],
 )  # fmt: skip
 def test_damaged_checkpoints_are_errors_that_name_the_tensor(
@@ -400,6 +439,16 @@ def test_damaged_checkpoints_are_errors_that_name_the_tensor(
     change(tensors)
     write(file, tensors)
     with pytest.raises(ModelLoadError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", [1, 2, 3])
+def test_orders_that_are_made_for_one_kind_of_gpu_are_refused(layout: int, tmp_path: Path) -> None:
+    """col32, col_turing and col_ampere, which bitsandbytes refuses as well."""
+    checkpoint(tmp_path, *KINDS["bitsandbytes-int8"])
+    file = tmp_path / "model.safetensors"
+    write(file, load_file(file) | {Q + ".weight_format": torch.tensor(layout, dtype=torch.uint8)})
+    with pytest.raises(UnsupportedModelError, match=f"q_proj.weight_format is {layout}: .* only rows"):
         load(tmp_path)
 
 

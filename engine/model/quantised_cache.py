@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +37,8 @@ from engine.model.weight_files import header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 3
-"""Changes with the numbers that a quantiser makes, and with how they lie in a file."""
+FORMAT = 4
+"""Changes with the numbers that are read of a checkpoint or that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
@@ -107,6 +107,11 @@ class Matrix:
         groups = -(-self.inputs // GROUP)
         return torch.float16, (self.count, self.outputs, groups, *((2,) if self.kind == "int4" else ()))
 
+    @property
+    def tensors(self) -> tuple[str, str]:
+        """What values and scales are called in a file."""
+        return f"{self.name}.values", f"{self.name}.scales"
+
 
 class Cache:
     """Where one model's quantised matrices are kept.
@@ -136,10 +141,14 @@ class Cache:
         self.path = folder / f"{named}-{self.key[:32]}.safetensors"
         self.layout = _Layout(matrices)
 
-    def open(self) -> Entry | None:
-        """The entry, verified; None if there is none. One that is damaged is removed."""
+    def open(self, verified: Callable[[str], object]) -> Entry | None:
+        """The entry, verified; None if there is none. One that is damaged is removed.
+
+        Args:
+            verified: is told the name of each tensor of an entry whose checksum is right.
+        """
         try:
-            entry = Entry(self)
+            entry = Entry(self, verified)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
@@ -193,7 +202,7 @@ class Entry:
         SafetensorError, ValueError: it is damaged, or not what its name says.
     """
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: Cache, verified: Callable[[str], object]):
         with cache.path.open("rb"):  # safetensors says "no such file" of one that may not be read
             pass
         with safe_open(str(cache.path), framework="pt", device="cpu") as handle:
@@ -204,12 +213,16 @@ class Entry:
             self._tensors: dict[str, Tensor] = {name: handle.get_tensor(name) for name in cache.layout.places}
         sums = self._tensors.pop(_CHECKSUMS).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
-            if list(pool.map(lambda tensor: zlib.crc32(raw_bytes(tensor)), self._tensors.values())) != sums:
-                raise ValueError("its checksums are wrong")
+            found = pool.map(lambda tensor: zlib.crc32(raw_bytes(tensor)), self._tensors.values())
+            for name, made, kept in zip(self._tensors, found, sums, strict=True):
+                if made != kept:
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError("its checksums are wrong")
+                verified(name)
 
     def take(self, matrix: Matrix, index: int) -> Quantised:
         """A matrix, or that of an expert."""
-        values, scales = (self._tensors[name][index] for name in _names(matrix))
+        values, scales = (self._tensors[name][index] for name in matrix.tensors)
         if not native.available():  # torch computes with what it is given: it shall not be a file's pages
             values, scales = values.clone(), scales.clone()
         return Quantised(values, scales, matrix.inputs)
@@ -250,7 +263,7 @@ class Writer:
         Raises:
             OSError: it cannot be written.
         """
-        for name, tensor in zip(_names(matrix), (made.values, made.scales), strict=True):
+        for name, tensor in zip(matrix.tensors, (made.values, made.scales), strict=True):
             data = raw_bytes(tensor)
             self._sums[name] = zlib.crc32(data, self._sums[name])
             self._file.seek(self._start + self._cache.layout.places[name].begin + index * len(data))
@@ -287,7 +300,7 @@ class _Layout:
         tensors = [
             (name, *stored)
             for matrix in matrices
-            for name, stored in zip(_names(matrix), (matrix.values, matrix.scales), strict=True)
+            for name, stored in zip(matrix.tensors, (matrix.values, matrix.scales), strict=True)
         ]
         tensors.append((_CHECKSUMS, torch.int64, (len(tensors),)))
         self.places: dict[str, _Place] = {}
@@ -310,10 +323,6 @@ class _Layout:
             stored = handle.get_slice(name)
             if stored.get_dtype() != _STORED[place.dtype] or tuple(stored.get_shape()) != place.shape:
                 raise ValueError(f"{name} has another shape or format")
-
-
-def _names(matrix: Matrix) -> tuple[str, str]:
-    return f"{matrix.name}.values", f"{matrix.name}.scales"
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:

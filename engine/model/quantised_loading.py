@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,11 @@ class MatrixLoading:
     Args:
         destinations: where each stored tensor goes; what need not be read is taken out.
         folder: of the cache; None for none.
+        advance: is told how many of `kept_bytes` are done: one half of a kept matrix' when it is verified, the other
+            when it is packed; a negative number where what was verified is not used after all.
+
+    Attributes:
+        kept_bytes: that matrices which were kept would take in the model's format.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class MatrixLoading:
         checkpoint: Checkpoint,
         destinations: dict[str, list[Destination]],
         folder: Path | None,
+        advance: Callable[[int], object] = lambda count: None,
     ):
         sources: dict[int, list[tuple[str, Destination]]] = defaultdict(list)
         for name, found in destinations.items():
@@ -75,8 +82,16 @@ class MatrixLoading:
         self._cache: Cache | None = None
         self._entry: Entry | None = None
         self._writer: Writer | None = None
+        self._advance = advance
+        self._half_done = 0
+        self._sizes = {
+            matrix.tensors[0]: module.weight.nbytes
+            for module, matrix in self._matrices.items()
+            if not _is_shared(module)  # which is read as well
+        }
         if folder is not None and self._matrices:
             self._open(folder, checkpoint, model)
+        self.kept_bytes = 0 if self._entry is None else sum(self._sizes.values())
         if self._entry is not None:
             for module in self._matrices:
                 if not _is_shared(module):
@@ -93,11 +108,18 @@ class MatrixLoading:
     def _open(self, folder: Path, checkpoint: Checkpoint, model: Transformer) -> None:
         try:
             self._cache = Cache(folder, checkpoint.files, model.dtype, list(self._matrices.values()))
-            self._entry = self._cache.open()
+            self._entry = self._cache.open(self._verified)
             if self._entry is None:
+                self._advance(-self._half_done)
                 self._writer = self._stack.enter_context(self._cache.write())
         except OSError as error:
             self._problem = error
+
+    def _verified(self, name: str) -> None:
+        """A tensor of the cache is as it was written."""
+        half = self._sizes.get(name, 0) // 2
+        self._half_done += half
+        self._advance(half)
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +150,7 @@ class MatrixLoading:
                     self._pack(module)
 
     def finish(self) -> None:
-        """All that is stored has been read: pack what waits for nothing, and say what was done."""
+        """All that is stored has been read: pack what waits for nothing, and keep what was made."""
         for module in self._modules:
             if not module.is_packed and module in self._matrices:
                 self._pack(module)
@@ -137,13 +159,15 @@ class MatrixLoading:
                 self._writer.keep()
             except OSError as error:
                 self._problem = error
-        self._report()
 
     def _pack(self, module: Linear | ExpertMatrices) -> None:
         kind = self._modules[module]
         if kind is not None:  # what is plain is packed with all of the model
             module.pack(kind, partial(self._quantised, module))
             self._assembled.pop(module, None)
+            if self._entry is not None and module in self._matrices:
+                size = self._sizes.get(self._matrices[module].tensors[0], 0)
+                self._advance(size - size // 2)
 
     def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Quantised:
         if (stored := self._assembled.get(module)) is not None:
@@ -161,7 +185,8 @@ class MatrixLoading:
                 self._stack.close()
         return made
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Say what was done."""
         what = f"Quantised weights ({self._kind})"
         if self._count:
             logger.info("%s of %d matrices were taken as they are stored.", what, self._count)

@@ -52,6 +52,12 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class Conv1d(Transposed):
+    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] in few bits, since
+    libraries that quantise make a linear layer of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Affine:
     """What `inner` fills, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes, or
     adds to a norm's weight."""

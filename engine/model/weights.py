@@ -21,7 +21,7 @@ from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder
 from engine.model.quantised_loading import MatrixLoading, mark_stored
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
-from engine.model.table import Destination, WeightTable
+from engine.model.table import Conv1d, Destination, Entry, Same, WeightTable
 from engine.model.transformer import Transformer
 from engine.model.weight_files import FORMATS, Checkpoint
 
@@ -87,6 +87,7 @@ def load_model(
                 f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
+        table = as_linears(checkpoint, table)
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # of a GGUF file it takes reading
         if quantization == "stored":
@@ -100,13 +101,20 @@ def load_model(
             elif checkpoint.has_few_bits:
                 becomes += " (--quantization stored would keep them small)"
             logger.info("%s: weights are stored as %s, %s.", checkpoint.path, title, becomes)
+        bar = tqdm(
+            total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
+            disable=not show_progress,
+        )  # fmt: skip
         if quantization is None:
-            _fill(checkpoint, destinations, show_progress)
+            with bar:
+                _fill(checkpoint, destinations, bar)
         else:
             folder = find_folder(quantization_cache)
-            with MatrixLoading(model, quantization, checkpoint, destinations, folder) as matrices:
-                _fill(checkpoint, destinations, show_progress, matrices)
+            with bar, MatrixLoading(model, quantization, checkpoint, destinations, folder, bar.update) as matrices:
+                bar.total = _size_of(destinations) + matrices.kept_bytes
+                _fill(checkpoint, destinations, bar, matrices)
                 matrices.finish()
+            matrices.report()
     return model.eval()
 
 
@@ -159,6 +167,23 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
             f"({table.head}), or drop the tables that are not used."
         )
     return replace(model, shared_tokens=False)
+
+
+def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
+    """The table, where a Conv1D's matrix that the checkpoint has in few bits is one of a linear layer.
+
+    Args:
+        checkpoint: under the table's names.
+    """
+    if checkpoint.scheme is None:
+        return table
+
+    def is_linear(entry: Entry) -> bool:
+        stored = [name for name in entry.sources if name in checkpoint.names]
+        return isinstance(entry.transform, Conv1d) and any(map(checkpoint.few_bits, stored))
+
+    entries = (replace(entry, transform=Same()) if is_linear(entry) else entry for entry in table.entries)
+    return replace(table, entries=tuple(entries))
 
 
 def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
@@ -218,41 +243,42 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
+def _size_of(destinations: dict[str, list[Destination]]) -> int:
+    """Bytes of what is read, in the model's format."""
+    return sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
+
+
 def _fill(
     checkpoint: Checkpoint,
     destinations: dict[str, list[Destination]],
-    show_progress: bool,
+    bar: tqdm[Any],
     matrices: MatrixLoading | None = None,
 ) -> None:
     """Read all tensors; `matrices` is told the address of the parameter that each has gone to."""
-    total = sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
-    with tqdm(
-        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
-    ) as bar:
-        for name in order:
-            left = destinations.pop(name)  # which would keep what packing gives up
-            bar.update(left[0].shape.numel() * left[0].parameter.element_size())
-            if matrices is not None and matrices.stores(name):
-                destination = left.pop()
-                matrices.take(name, checkpoint.quantised(name), destination)
+    for name in order:
+        left = destinations.pop(name)  # which would keep what packing gives up
+        bar.update(left[0].shape.numel() * left[0].parameter.element_size())
+        if matrices is not None and matrices.stores(name):
+            destination = left.pop()
+            matrices.take(name, checkpoint.quantised(name), destination)
+            pointer = destination.parameter.data_ptr()
+            del destination
+            matrices.filled(pointer)
+            continue
+        formats = {destination.parameter.dtype for destination in left}
+        stored = checkpoint.read(name, formats.pop() if len(formats) == 1 else None)
+        while left:
+            destination = left.pop()
+            source = stored.to(destination.parameter.dtype)
+            if source.dtype == torch.float16 and not bool(source.isfinite().all()):
+                raise ModelLoadError(
+                    f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
+                    "Use --dtype bfloat16 or float32."
+                )
+            destination.transform.fill(destination.parameter, destination.place, source)
+            if matrices is not None:
                 pointer = destination.parameter.data_ptr()
                 del destination
                 matrices.filled(pointer)
-                continue
-            formats = {destination.parameter.dtype for destination in left}
-            stored = checkpoint.read(name, formats.pop() if len(formats) == 1 else None)
-            while left:
-                destination = left.pop()
-                source = stored.to(destination.parameter.dtype)
-                if source.dtype == torch.float16 and not bool(source.isfinite().all()):
-                    raise ModelLoadError(
-                        f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
-                        "Use --dtype bfloat16 or float32."
-                    )
-                destination.transform.fill(destination.parameter, destination.place, source)
-                if matrices is not None:
-                    pointer = destination.parameter.data_ptr()
-                    del destination
-                    matrices.filled(pointer)

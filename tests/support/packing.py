@@ -74,10 +74,15 @@ def gptq(
         if not ordered:
             groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
         holds = (values - zeros[:, groups]).float() * scales.float()[:, groups]
-        stored_zeros = (zeros - 1) % (1 << bits) if first_version else zeros
+        if first_version and bits == 3:
+            packed_zeros = packed((zeros.t() - 1) % 8, bits, 1)
+        else:
+            packed_zeros = packed(zeros.t(), bits, 1)
+            if first_version:  # a zero of 0 borrows from the next in its word
+                packed_zeros -= sum(1 << place for place in range(0, 32, bits))
         parts = {
             ".qweight": packed(values.t(), bits, 0),
-            ".qzeros": packed(stored_zeros.t(), bits, 1),
+            ".qzeros": packed_zeros,
             ".scales": scales.t().contiguous(),
         }
         if names_groups:

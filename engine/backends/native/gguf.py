@@ -1,4 +1,4 @@
-"""Blocks of GGUF's formats as our own formats of few bits."""
+"""Blocks of GGUF's formats as our own formats of few bits, or as numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.backends.native.loading import Kernel
 
 _Q4_K = Kernel("gguf_q4_k", "pppi")
+_Q6_K = Kernel("gguf_q6_k", "ppi")
 
 
 def take_q4_k(blocks: Tensor, values: Tensor, lines: Tensor) -> None:
@@ -18,3 +19,13 @@ def take_q4_k(blocks: Tensor, values: Tensor, lines: Tensor) -> None:
         lines: float16 [count, 8, 2] in one piece, written: scales and minima.
     """
     _Q4_K.call(blocks.data_ptr(), values.data_ptr(), lines.data_ptr(), len(blocks))
+
+
+def widen_q6_k(blocks: Tensor, numbers: Tensor) -> None:
+    """Make the numbers of blocks of Q6_K.
+
+    Args:
+        blocks: uint8 [count, 210], one after the other.
+        numbers: float32 [count, 256] in one piece, written.
+    """
+    _Q6_K.call(blocks.data_ptr(), numbers.data_ptr(), len(blocks))

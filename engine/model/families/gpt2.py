@@ -8,7 +8,7 @@ from engine.model.families.common import activation, head, linear, norm
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Stack, Tokens
-from engine.model.table import Entry, Family, Transposed, WeightTable
+from engine.model.table import Conv1d, Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -60,11 +60,11 @@ def weights(model: ModelSpec) -> WeightTable:
         target, source = f"decoder.blocks.{i}", f"transformer.h.{i}"
         entries += [
             *norm(f"{target}.attention.before", f"{source}.ln_1", bias=True),
-            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", True, 0, Transposed()),
-            *linear(f"{target}.attention.inner.out", f"{source}.attn.c_proj", True, 1, Transposed()),
+            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", True, 0, Conv1d()),
+            *linear(f"{target}.attention.inner.out", f"{source}.attn.c_proj", True, 1, Conv1d()),
             *norm(f"{target}.ffn.before", f"{source}.ln_2", bias=True),
-            *linear(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", True, 0, Transposed()),
-            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", True, 1, Transposed()),
+            *linear(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", True, 0, Conv1d()),
+            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", True, 1, Conv1d()),
         ]
     return WeightTable(
         tuple(entries),

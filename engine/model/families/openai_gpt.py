@@ -9,7 +9,7 @@ from engine.model.families.common import even_head_dim, head, linear, norm
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import Activation, Attention, Block, Dense, Lm, ModelSpec, Post, Stack, Tokens
-from engine.model.table import Entry, Family, Transposed, WeightTable
+from engine.model.table import Conv1d, Entry, Family, WeightTable
 
 # What `afn` may be; gelu is the approximation by tanh.
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu_tanh", "silu": "silu", "swish": "silu"}
@@ -51,11 +51,11 @@ def weights(model: ModelSpec) -> WeightTable:
     for i in range(len(model.decoder.blocks)):
         target, source = f"decoder.blocks.{i}", f"transformer.h.{i}"
         entries += [
-            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", True, 0, Transposed()),
-            *linear(f"{target}.attention.inner.out", f"{source}.attn.c_proj", True, 1, Transposed()),
+            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", True, 0, Conv1d()),
+            *linear(f"{target}.attention.inner.out", f"{source}.attn.c_proj", True, 1, Conv1d()),
             *norm(f"{target}.attention.outer", f"{source}.ln_1", bias=True),
-            *linear(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", True, 0, Transposed()),
-            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", True, 1, Transposed()),
+            *linear(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", True, 0, Conv1d()),
+            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", True, 1, Conv1d()),
             *norm(f"{target}.ffn.outer", f"{source}.ln_2", bias=True),
         ]
     return WeightTable(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends import native
 from engine.backends.native.gemm import GROUP, Quantised
-from engine.backends.native.gguf import take_q4_k
+from engine.backends.native.gguf import take_q4_k, widen_q6_k
 from engine.errors import UnsupportedModelError
 from engine.model.quantisation import Quantization
 from engine.model.stored.bits import check_halves
@@ -67,9 +67,15 @@ def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.flo
         raise UnsupportedModelError(f"the format {format.name} is not read. Read are {', '.join(readable_formats())}.")
     blocks = data.view(-1, format.size)
     out = torch.empty(len(blocks), format.numbers, dtype=dtype)
+    decode = format.decode
+    if format.name == "Q6_K" and native.available():
+        if dtype == torch.float32:
+            widen_q6_k(blocks.contiguous(), out)
+            return out.view(-1)
+        decode = _q6_k_by_kernel
     step = _CHUNK // format.numbers
     for start in range(0, len(blocks), step):
-        out[start : start + step] = format.decode(blocks[start : start + step])
+        out[start : start + step] = decode(blocks[start : start + step])
     return out.view(-1)
 
 
@@ -212,6 +218,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
     q = (low | high << 4).float().sub_(32)
     return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
+
+
+def _q6_k_by_kernel(blocks: Tensor) -> Tensor:
+    """The same."""
+    out = torch.empty(len(blocks), 256)
+    widen_q6_k(blocks.contiguous(), out)
+    return out
 
 
 _UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float32)

@@ -12,16 +12,19 @@ import torch
 from torch import Size, Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.scheme import REALS, Packed, Scheme, Tensors, expect, matrices, matrix_shape
+from engine.model.stored.scheme import REALS, WHOLE, Packed, Scheme, Tensors, expect, matrices, matrix_shape
 
 _STATE = ".weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 1 << 16  # bytes; bitsandbytes writes some hundreds
+_LAYOUT = ".weight_format"
+_CODES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+"""Bytes of an element of the formats that codes are stored in (bnb_4bit_quant_storage), whatever it means there."""
 
 
 class BitsAndBytes(Scheme):
     """Of int8 `weight` and `SCB`; of 4 bits `weight` and, below its name, what belongs to the codes."""
 
-    unread = (".weight_format",)
+    unread = (_LAYOUT,)
 
     def __init__(self, config: Mapping[str, Any]):
         self.title = "4-bit bitsandbytes" if config.get("load_in_4bit") else "8-bit bitsandbytes"
@@ -31,9 +34,22 @@ class BitsAndBytes(Scheme):
             if tensors.format(name) == "I8":
                 shape = Size(matrix_shape(tensors, name, "I8"))
                 peaks = expect(tensors, f"{module}.SCB", shape[:1], formats=REALS)
+                _check_by_rows(tensors, f"{module}{_LAYOUT}")
                 yield Packed(name, (name, peaks), shape, _of_bytes)
             elif states := [key for key in tensors.names if key.startswith(f"{module}{_STATE}")]:
                 yield _codes(tensors, name, states[0])
+
+
+def _check_by_rows(tensors: Tensors, name: str) -> None:
+    """Refuse the orders in which old versions laid a matrix out for one kind of GPU."""
+    if name not in tensors.names:
+        return
+    layout = int(tensors.read(expect(tensors, name, (), (1,), formats=WHOLE)))
+    if layout != 0:
+        raise UnsupportedModelError(
+            f"{name} is {layout}: the matrix lies in an order made for one kind of GPU; only rows (0) are read. Save "
+            "the model again with bitsandbytes 0.45 or later."
+        )
 
 
 def _of_bytes(values: Tensor, peaks: Tensor) -> Tensor:
@@ -55,13 +71,15 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ModelLoadError(f"{tensors.path}: {state} is damaged: {error!r}.") from error
     count = math.prod(shape)
-    if min(shape, default=0) < 1 or block < 1 or tensors.shape(name).numel() * 2 != count + count % 2:
+    stored = tensors.format(name)
+    if stored not in _CODES:
+        raise UnsupportedModelError(f"{name} is stored as {stored}; codes of 4 bits are read from {', '.join(_CODES)}.")
+    held = tensors.shape(name).numel() * _CODES[stored] * 2
+    if min(shape, default=0) < 1 or block < 1 or held != count + count % 2:
         raise ModelLoadError(
             f"{tensors.path}: {name} should hold {count} numbers of 4 bits, but is stored as "
-            f"{list(tensors.shape(name))}."
+            f"{list(tensors.shape(name))}, {stored}."
         )
-    if tensors.format(name) != "U8":
-        raise UnsupportedModelError(f"{name} is stored as {tensors.format(name)}; codes of 4 bits are read from U8.")
     block = min(block, count)  # largest numbers are repeated as often as the state says
     blocks = -(-count // block)
     parts = [
@@ -94,7 +112,7 @@ def _of_codes(
     block: int,
     nested: tuple[int, float] | None,
 ) -> Tensor:
-    octets = codes.flatten()
+    octets = codes.flatten().view(torch.uint8)
     values = table.float()[torch.stack((octets >> 4, octets & 15), -1).flatten().int()][: shape.numel()]
     if nested is not None:
         assert outer_peaks is not None

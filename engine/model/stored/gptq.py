@@ -27,6 +27,9 @@ from engine.model.stored.scheme import (
     whole_number,
 )
 
+_PLAIN = "-:"
+"""How a rule of `dynamic` begins that leaves the modules with such names as they are."""
+
 
 class Gptq(Scheme):
     """`qweight`, `qzeros`, `scales` and `g_idx` of a matrix; the last says which group an input belongs to."""
@@ -38,9 +41,11 @@ class Gptq(Scheme):
             raise UnsupportedModelError(
                 f"checkpoint_format of the config's quantization_config must be gptq or gptq_v2; got {layout!r}."
             )
-        if config.get("dynamic"):
+        rules = config.get("dynamic") or {}
+        if not isinstance(rules, Mapping) or not all(str(rule).startswith(_PLAIN) for rule in rules):
             raise UnsupportedModelError(
-                "dynamic of the config's quantization_config (settings of single modules) is not supported."
+                "dynamic of the config's quantization_config gives modules settings of their own, which is not "
+                f"supported: only rules that leave modules plain are, which begin with {_PLAIN!r}."
             )
         self._less_one = layout == "gptq"  # the first version stores zeros less one
         self.title = f"{self._bits}-bit GPTQ"
@@ -92,9 +97,17 @@ def _levels(words: Tensor, bits: int) -> Tensor:
 
 
 def _zeros(packed_zeros: Tensor, bits: int, less_one: bool) -> Tensor:
-    """[outputs, groups]."""
+    """[outputs, groups].
+
+    Of the first version, GPTQModel takes the one from whole words, so that a zero of 0 borrows from the next: it gets
+    that back. Three bits, which run on from word to word, are reduced one by one.
+    """
+    if less_one and 32 % bits == 0:
+        packed_zeros = packed_zeros + sum(1 << place for place in range(0, 32, bits))  # which wraps around
     zeros = unpacked(packed_zeros, bits, 1)
-    return (zeros + 1 & (1 << bits) - 1 if less_one else zeros).t()
+    if less_one and 32 % bits:
+        zeros = zeros + 1 & (1 << bits) - 1
+    return zeros.t()
 
 
 def _neighbours(groups: Tensor, count: int) -> bool:

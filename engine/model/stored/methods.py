@@ -39,6 +39,11 @@ def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
     values = said.to_dict() if hasattr(said, "to_dict") else said
     if not isinstance(values, Mapping):
         raise UnsupportedModelError(f"The config's quantization_config must be a mapping; got {ascii(values)[:80]}.")
+    if rotation := values.get("rotation"):
+        raise UnsupportedModelError(
+            f"rotation of the config's quantization_config is {ascii(rotation)[:80]}: its matrices are for inputs that "
+            "are rotated at run time, which is not supported. Use a checkpoint without rotation."
+        )
     method = values.get("quant_method")
     if method == "mxfp4" and reads_mxfp4:
         return Mxfp4()

@@ -1,4 +1,4 @@
-// Blocks of GGUF's Q4_K as groups of our own 4 bits.
+// Blocks of GGUF's Q4_K as groups of our own 4 bits, and the numbers of Q6_K.
 #include "half.h"
 #include "threads.h"
 
@@ -7,6 +7,7 @@ using namespace octavo;
 namespace {
 
 constexpr int64_t BLOCK_BYTES = 144, GROUPS = 8, WORDS = 4;  // of our own, a group has as many words
+constexpr int64_t Q6_BYTES = 210, Q6_NUMBERS = 256;
 
 OCTAVO_INLINE uint32_t word_at(const uint8_t* from) {
   uint32_t word;
@@ -52,6 +53,34 @@ OCTAVO_EXPORT(gguf_q4_k)(const uint8_t* blocks, uint32_t* values, uint16_t* line
           const uint32_t first = word_at(from + 8 * j), second = word_at(from + 8 * j + 4);
           to[j] = (first & LOWER) | (second & LOWER) << 4;
           to[WORDS + j] = (first >> 4 & LOWER) | (second & ~LOWER);
+        }
+      }
+    }
+  });
+}
+
+// numbers [count, Q6_NUMBERS], 16 groups of 16, with a scale of 8 bits each, which a half scales.
+OCTAVO_EXPORT(gguf_q6_k)(const uint8_t* blocks, float* numbers, int64_t count) {
+  parallel(count * Q6_NUMBERS >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      const uint8_t* block = blocks + i * Q6_BYTES;
+      float16 half;
+      __builtin_memcpy(&half, block + 208, sizeof half);
+      const float scale = widened(half);
+      // Of 128 numbers, 64 bytes have the lower four bits of the first 64 and of the last, 32 bytes the upper two of 32.
+      for (int64_t part = 0; part < 8; ++part) {
+        const uint8_t* low = block + (part / 4) * 64 + (part % 2) * 32;
+        const uint8_t* high = block + 128 + (part / 4) * 32;
+        const uint8_t* steps = block + 192 + part * 2;
+        const int down = part % 4 / 2 * 4, up = static_cast<int>(part % 4) * 2;
+        float* to = numbers + i * Q6_NUMBERS + part * 32;
+        for (int64_t group = 0; group < 2; ++group) {
+          const float step = scale * static_cast<float>(static_cast<int8_t>(steps[group]));
+          for (int64_t j = group * 16; j < group * 16 + 16; ++j) {
+            const int level = (low[j] >> down & 15) | (high[j] >> up & 3) << 4;
+            to[j] = static_cast<float>(level - 32) * step;
+          }
         }
       }
     }
