@@ -6,7 +6,8 @@
 #
 # BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module; tools/pin_images.py renews the digest.
 # KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs. Unless told, that is what the demo
-# and two models need on six generations of GPUs: 12 minutes and 4 GB of memory. Where it is empty, kernels are compiled at their first use:
+# and two models need on six generations of GPUs: 12 minutes and 4 GB of memory. Where it is empty, kernels are compiled
+# at their first use:
 #   docker build --target cuda --build-arg KERNELS="--models Qwen3-0.6B --capabilities 90" -t octavo:cuda .
 # TORCH_INDEX is the package index that torch alone comes from; an empty one means pip's configured index. All else is
 # installed by the hashes of requirements/, which tools/lock.py writes.
