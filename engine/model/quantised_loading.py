@@ -17,7 +17,7 @@ from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import ON_GPUS, Wanted, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
-from engine.model.table import Destination, WeightTable, keeps_rows
+from engine.model.table import Destination, Same, WeightTable, keeps_rows
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
 
@@ -134,6 +134,9 @@ class MatrixLoading:
     def take(self, name: str, stored: Quantised, destination: Destination) -> None:
         """Put a matrix that a checkpoint stores as it is needed where a plain one would go."""
         module = self._stored[name]
+        if isinstance(module, Linear) and destination.transform == Same():
+            self._assembled[module] = stored
+            return
         if module not in self._assembled:
             self._assembled[module] = _room_for(module, stored)
         whole, place = self._assembled[module], destination.place
