@@ -15,6 +15,7 @@ FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "o
 RATES = (4_000, 384_000)  # samples a second that a file may have
 MOST_CHANNELS = 32
 _BLOCK = 1 << 20  # numbers that are read at a time
+_MOST_FRAMES = 1 << 24  # that are resampled at a time, which takes about 20 bytes for each
 _UNKNOWN = 1 << 40  # frames: more than any file has, so that they are only not known
 _COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted}
 
@@ -81,11 +82,19 @@ def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds:
     if seconds > most_seconds:
         return nothing, seconds
     resampler = Resampler(rates[0], rate)
-    end = start + count
-    first = resampler.first_needed(start)
-    source = _read_all(files, first, resampler.last_needed(end))
-    end = min(end, resampler.length(first + len(source)))
-    return (resampler.block(source, first, start, end) if end > start else nothing), seconds
+    most = max(_MOST_FRAMES * rate // rates[0], 1)
+    blocks, end = [nothing], start + count
+    while start < end:
+        stop = min(start + most, end)
+        first = resampler.first_needed(start)
+        source = _read_all(files, first, resampler.last_needed(stop))
+        last = min(stop, resampler.length(first + len(source)))
+        if last > start:
+            blocks.append(resampler.block(source, first, start, last))
+        if last < stop:
+            break
+        start = stop
+    return np.concatenate(blocks), seconds
 
 
 def _read_all(files: list[_File], first: int, end: int) -> Samples:
