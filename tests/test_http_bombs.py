@@ -25,6 +25,7 @@ TOO_LARGE, NO_IMAGE, TOO_LONG, NO_SOUND = "image_too_large", "invalid_image", "a
 PIXELS = r"at most 32000000 are allowed \(max_image_pixels\)\. Make it smaller, or raise --max-image-pixels"
 UNPACKED = r"more than the 1048576 bytes that are allowed"
 SECONDS = r"seconds or more, and the limit is 60 \(max_audio_seconds\)\. Send it in parts, or raise --max-audio-seconds"
+JOINED = r"\d{5,6} files were joined in it, and 10000 at most are read"
 
 # What makes the file; what the refusal says, or None if it is taken, and its code; how many MiB all processes may grow.
 IMAGES: dict[str, tuple[Callable[[], bytes], str | None, str, int]] = {
@@ -61,7 +62,9 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], str | None, str, int]] = {
     "a WAV's header of 4 GiB": (lambda: bombs.wav_promise(2.0), None, "", 250),  # two seconds are there
     "a WAV of 65,535 channels": (lambda: bombs.wav_head(65_535, 16_000), "no sound that can be", NO_SOUND, 250),
     "a WAV of 4 GHz": (lambda: bombs.wav_head(1, 2**32 - 1), "no sound that can be", NO_SOUND, 250),
-    "an Ogg of many files": (lambda: bombs.ogg_links(15 * MIB), SECONDS, TOO_LONG, 250),
+    "hours of Ogg": (lambda: bombs.ogg_files(4 * MIB, 20.0), SECONDS, TOO_LONG, 250),
+    "an Ogg of many files": (lambda: bombs.ogg_files(15 * MIB, 0.01), JOINED, NO_SOUND, 250),
+    "a FLAC of many files": (lambda: bombs.flac_files(15 * MIB), JOINED, NO_SOUND, 250),
     "an Ogg of empty pages": (lambda: bombs.ogg_pages(15 * MIB), "no sound that can be", NO_SOUND, 250),
     "zeros in gzip": (lambda: bombs.gzipped(400 * MIB), "no sound that can be", NO_SOUND, 250),
     "zeros in an archive": (lambda: bombs.zipped(100 * MIB, 4), "no sound that can be", NO_SOUND, 250),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import struct
 
 import numpy as np
@@ -165,6 +166,14 @@ def test_a_worker_decodes_as_much_as_is_asked_at_a_time(rate: int) -> None:
             pool.close()
 
     assert len(samples_of(asyncio.run(run()))) == PART * RATE
+
+
+def test_broken_frames_write_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """libsndfile's decoder of MP3 has lines for each."""
+    assert len(samples_of(part_of(b"\xff\xfb\x90" * 20_000))) > RATE
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 def test_a_worker_decodes() -> None:

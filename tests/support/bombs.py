@@ -221,9 +221,15 @@ def flac_promise() -> bytes:
     return bytes(data)
 
 
-def ogg_links(size: int) -> bytes:
-    """As many files of a hundredth of a second as fit, one behind the other."""
-    one = _written("OGG", "OPUS", 0.01)
+def flac_files(size: int) -> bytes:
+    """As many files of one sample as fit, one behind the other."""
+    one = _written("FLAC", "PCM_16", 1 / RATE)
+    return one * (size // len(one))
+
+
+def ogg_files(size: int, seconds: float) -> bytes:
+    """As many files of so much silence as fit, one behind the other."""
+    one = _written("OGG", "OPUS", seconds)
     return one * (size // len(one))
 
 
