@@ -38,6 +38,7 @@ def load_tool() -> ModuleType:
 
 
 tool = load_tool()
+LONG_DOCUMENTS = (ROOT / "docs" / "long-documents.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 SERVED = [family for family in families.FAMILIES if family.weights is not None]
 
@@ -109,6 +110,9 @@ DECODING = "greedy, top-k, top-p, min-p, beams"
 
 def test_the_table_has_one_line_for_each_family_that_is_served() -> None:
     lines = tool.table().splitlines()[2:]
+    (gliner,) = (line for line in lines if line.startswith("| GLiNER | "))
+    assert gliner.endswith(" | `gliner_uni_encoder_span` | entities |")
+    lines.remove(gliner)
     assert [line.split(" | ")[0] for line in lines] == [f"| {family.name}" for family in SERVED]
     for family, line in zip(SERVED, lines, strict=True):
         served = line.removesuffix(" |").split(" | ")[-1]
@@ -117,10 +121,31 @@ def test_the_table_has_one_line_for_each_family_that_is_served() -> None:
         assert line.count(" | ") == 3
 
 
+def test_the_table_names_the_classifiers_of_encoder_and_decoder() -> None:
+    families_of = [family for family in SERVED if family.repeats is not None]
+    assert {name for family in families_of for name in tool.joint_classifiers(family)} == {
+        f"{name}ForSequenceClassification" for name in ("Bart", "PLBart", "Mvp", "MBart", "T5", "MT5")
+    }
+    for family in families_of:
+        for name in tool.joint_classifiers(family):
+            assert tool.tasks_of(family, name) == ("classify",)
+            assert name in tool.row(family)["architectures"]
+
+
+def test_the_page_of_long_documents_names_all_that_answer_questions() -> None:
+    (listed,) = re.findall(r"extractive question answering \((.*?)\)", LONG_DOCUMENTS, re.DOTALL)
+    names = re.split(r",\s(?:and\s)?|\sand\s(?:the same of\s)?", listed)
+    found = {re.sub(r"[\s-]", "", name).lower() for name in names}
+    for name in (name for family in SERVED for name in family.architectures if "ForQuestionAnswering" in name):
+        stem = name.partition("ForQuestionAnswering")[0].replace("JinaEmbeddings", "Jina").lower()
+        assert stem in found or f"`{name.lower()}`" in found, name
+
+
 def test_the_table_says_what_each_kind_of_model_serves() -> None:
     ends = {line.split(" | ")[0][2:]: line.removesuffix(" |").split(" | ")[-1] for line in tool.table().splitlines()}
     assert ends["LLaMA"] == f"{DECODING}, embeddings"
-    assert ends["BART, PLBART, MVP"] == DECODING
+    assert ends["BART, PLBART, MVP"] == ends["T5"] == f"{DECODING}, classes"
+    assert ends["Marian"] == DECODING
     bert = "embeddings, classes, classes of tokens, answers to questions, masked tokens"
     assert ends["BERT and ERNIE"] == f"{bert}, vectors of tokens, sparse vectors"
 
@@ -134,7 +159,7 @@ def test_what_a_family_can_do_follows_from_its_parts() -> None:
         return replace(llama.spec(config), head=MaskedLm(tied=True, activation="gelu", norm=Norm("layer", 1e-5)))
 
     with pytest.raises(UnsupportedModelError, match="parts that are not implemented"):
-        tool.line(replace(llama, spec=unfinished))
+        tool.line(tool.row(replace(llama, spec=unfinished)))
 
 
 def test_models_of_a_family_that_generates_serve_the_same() -> None:
@@ -145,16 +170,16 @@ def test_models_of_a_family_that_generates_serve_the_same() -> None:
         return model if config.architectures == ["LlamaForCausalLM"] else replace(model, head=Pool())
 
     with pytest.raises(AssertionError, match=r"LLaMA differ in what they can do: \{'LlamaModel': "):
-        tool.line(replace(llama, spec=changing, headless=()))
+        tool.line(tool.row(replace(llama, spec=changing, headless=())))
 
 
 def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:
     family = next(family for family in SERVED if family.name == "GPT-2")
-    line = tool.line(replace(family, architectures=("GPT2LMHeadModel", "OldGPT2"), name="a|b"))
+    line = tool.line(tool.row(replace(family, architectures=("GPT2LMHeadModel", "OldGPT2"), name="a|b")))
     assert line.startswith("| a&#124;b | learned positions")
     assert "| `GPT2LMHeadModel`, `OldGPT2` |" in line
     with pytest.raises(UnsupportedModelError, match="transformers has none of OldGPT2"):
-        tool.line(replace(family, architectures=("OldGPT2",)))
+        tool.line(tool.row(replace(family, architectures=("OldGPT2",))))
 
 
 @pytest.mark.slow

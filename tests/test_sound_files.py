@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import struct
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import soundfile
 from test_audio import sound
 
+from engine.audio import decoding, resampling
+from server.answering.sound import PART
 from server.workers.pool import RefusedError, WorkerPool
 from server.workers.sound import DecodedPart, SoundPart, decode
 
@@ -132,6 +135,45 @@ def test_a_flac_that_does_not_say_its_length(length: int, channels: int) -> None
     assert part_of(data * 2).seconds == pytest.approx(2 * length / RATE)
     with pytest.raises(ValueError, match="does not say how long it is"):
         part_of(data[:-3])
+
+
+@pytest.mark.parametrize("length", [80_000, 79_999])
+def test_blocks_of_a_part_are_the_whole(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is read and multiplied at a time."""
+    data = written(sound(2.0, 48_000)[:length], 48_000)
+    whole = samples_of(part_of(data))
+    assert len(whole) == -(-length // 3)
+    monkeypatch.setattr(decoding, "_MOST_FRAMES", 10_000)
+    monkeypatch.setattr(resampling, "_NUMBERS", 5_000)
+    np.testing.assert_allclose(samples_of(part_of(data)), whole, atol=2e-6)
+    np.testing.assert_allclose(samples_of(part_of(data, 100, 4_000)), whole[100:4_100], atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [48_000, 96_000])
+def test_a_worker_decodes_as_much_as_is_asked_at_a_time(rate: int) -> None:
+    """Rates that are multiples of the model's, within a worker's memory."""
+    file = io.BytesIO()
+    with soundfile.SoundFile(file, "w", rate, 2, "PCM_16", format="FLAC") as out:
+        for _ in range(PART):
+            out.write(np.zeros((rate, 2), dtype=np.int16))
+
+    async def run() -> DecodedPart:
+        pool = WorkerPool()
+        try:
+            return await pool.run("sound", SoundPart(file.getvalue(), RATE, 0, PART * RATE, PART), DecodedPart, 200.0)
+        finally:
+            pool.close()
+
+    assert len(samples_of(asyncio.run(run()))) == PART * RATE
+
+
+def test_broken_frames_write_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """libsndfile's decoder of MP3 has lines for each."""
+    assert len(samples_of(part_of(b"\xff\xfb\x90" * 20_000))) > RATE
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 def test_a_worker_decodes() -> None:

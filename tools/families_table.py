@@ -34,7 +34,8 @@ from engine.errors import UnsupportedModelError
 from engine.interface.outputs import Task
 from engine.interface.request import SamplingParams
 from engine.model.abilities import find_abilities
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, describe
+from engine.model.families.entities import ENCODERS, KIND
 from engine.model.missing import unsupported
 from engine.model.sentence import Pipeline
 from engine.model.spec import ModelSpec
@@ -62,6 +63,7 @@ TASKS: dict[Task, str] = {
     "fill_mask": "masked tokens",
     "token_embed": "vectors of tokens",
     "sparse_embed": "sparse vectors",
+    "entities": "entities",
 }
 # Where transformers lists the classes of each kind.
 MAPPINGS: tuple[Any, ...] = (
@@ -89,11 +91,22 @@ COMPLETED: dict[str, dict[str, int]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1},
     "glm4_moe": {"head_dim": 128},
+    "t5": {"decoder_start_token_id": 0},
+    "mt5": {"decoder_start_token_id": 0},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
 }
 # Families that transformers has no classes for: the kind that their configs name, and what these set.
 ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
     "Jina v2": ("bert", {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}),
+}
+
+
+# No family of its own: a head over an encoder of several, which its files name instead of an architecture.
+GLINER: dict[str, Any] = {
+    "family": "GLiNER",
+    "brings": f"spans of words scored for labels that come with a request, over {', '.join(ENCODERS)}",
+    "architectures": [KIND],
+    "serves": [TASKS["entities"]],
 }
 
 
@@ -103,12 +116,17 @@ def table(families: Iterable[Family] = FAMILIES) -> str:
     Raises:
         UnsupportedModelError: a family claims to be served, and its default model is not.
     """
-    return HEAD + "".join(map(line, (family for family in families if family.weights is not None)))
+    return HEAD + "".join(map(line, rows(families)))
 
 
-def line(family: Family) -> str:
-    """A family's line."""
-    shown = row(family)
+def rows(families: Iterable[Family] = FAMILIES) -> list[dict[str, Any]]:
+    """What stands in each line, in the order of their names."""
+    found = [GLINER, *(row(family) for family in families if family.weights is not None)]
+    return sorted(found, key=lambda shown: str(shown["family"]).lower())
+
+
+def line(shown: dict[str, Any]) -> str:
+    """A row as Markdown."""
     names = ", ".join(f"`{name}`" for name in shown["architectures"])
     cells = (shown["family"], shown["brings"], names, ", ".join(shown["serves"]))
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
@@ -124,15 +142,23 @@ def row(family: Family) -> dict[str, Any]:
         assert not differ, f"the architectures of {family.name} differ in what they can do: {differ}"
     else:
         names = list(family.architectures)
+    names += (joint := joint_classifiers(family))
+    tasks |= {name: tasks_of(family, name) for name in joint}
     served = {task for name in names for task in tasks[name]}
     serves = [*(decoding() if generating else ()), *(word for task, word in TASKS.items() if task in served)]
     return {"family": family.name, "brings": family.brings, "architectures": names, "serves": serves}
 
 
+def joint_classifiers(family: Family) -> list[str]:
+    """Of a family with encoder and decoder the classifiers, which it serves without a list of their names."""
+    if family.repeats is None:
+        return []
+    return [f"{name.removesuffix('Model')}ForSequenceClassification" for name in family.headless]
+
+
 def listed(families: Iterable[Family] = FAMILIES) -> str:
-    """The same as JSON, an object per family that is served."""
-    rows = [row(family) for family in families if family.weights is not None]
-    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    """The same as JSON, an object per line."""
+    return json.dumps(rows(families), indent=1, ensure_ascii=False) + "\n"
 
 
 def decoding() -> tuple[str, ...]:
@@ -170,7 +196,7 @@ def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
         raise UnsupportedModelError(f"{family.name}: transformers has none of {', '.join(family.architectures)}")
     kind = kinds[known[0]]
     config = CONFIG_MAPPING[kind](architectures=[architecture], **COMPLETED.get(kind, {}))
-    return config, family.spec(config)
+    return config, describe(config) if architecture in joint_classifiers(family) else family.spec(config)
 
 
 def replaced(text: str, content: str) -> str:

@@ -14,7 +14,9 @@ from engine.audio.resampling import Resampler, Samples
 FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
 RATES = (4_000, 384_000)  # samples a second that a file may have
 MOST_CHANNELS = 32
+MOST_FILES = 10_000  # that may be joined in one
 _BLOCK = 1 << 20  # numbers that are read at a time
+_MOST_FRAMES = 1 << 24  # that are resampled at a time, which takes about 20 bytes for each
 _UNKNOWN = 1 << 40  # frames: more than any file has, so that they are only not known
 _COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted}
 
@@ -33,7 +35,10 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
     """
     try:
         form = _File(data).form
-        files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in links(data, form)]
+        parts = links(data, form)
+        if len(parts) > MOST_FILES:
+            raise ValueError(f"{len(parts)} files were joined in it, and {MOST_FILES} at most are read")
+        files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in parts]
         return _decode(files, rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
         raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
@@ -81,11 +86,19 @@ def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds:
     if seconds > most_seconds:
         return nothing, seconds
     resampler = Resampler(rates[0], rate)
-    end = start + count
-    first = resampler.first_needed(start)
-    source = _read_all(files, first, resampler.last_needed(end))
-    end = min(end, resampler.length(first + len(source)))
-    return (resampler.block(source, first, start, end) if end > start else nothing), seconds
+    most = max(_MOST_FRAMES * rate // rates[0], 1)
+    blocks, end = [nothing], start + count
+    while start < end:
+        stop = min(start + most, end)
+        first = resampler.first_needed(start)
+        source = _read_all(files, first, resampler.last_needed(stop))
+        last = min(stop, resampler.length(first + len(source)))
+        if last > start:
+            blocks.append(resampler.block(source, first, start, last))
+        if last < stop:
+            break
+        start = stop
+    return np.concatenate(blocks), seconds
 
 
 def _read_all(files: list[_File], first: int, end: int) -> Samples:

@@ -13,6 +13,7 @@ Samples = NDArray[np.float32]
 _ZEROS = 16  # of the sinc on each side of its middle
 _ROLLOFF = 0.945  # of the lower rate's half, above which the filter lets less and less through
 _BETA = 9.0  # of Kaiser's window
+_NUMBERS = 1 << 20  # of the source that are multiplied at a time: each is copied once for each sample it helps to make
 
 
 class Resampler:
@@ -60,11 +61,13 @@ class Resampler:
         padded[max(-low, 0) : max(-low, 0) + len(kept)] = kept
         windows = np.lib.stride_tricks.sliding_window_view(padded, width)
         result = np.empty(end - start, dtype=np.float32)
+        rows = max(_NUMBERS // width, 1)
         for phase in range(min(self._phases, end - start)):
             # Samples of one phase are multiplied with one kernel.
-            result[phase :: self._phases] = (
-                windows[begins[phase :: self._phases] - low] @ kernels[(start + phase) * self._step % self._phases]
-            )
+            kernel = kernels[(start + phase) * self._step % self._phases]
+            own, places = result[phase :: self._phases], begins[phase :: self._phases] - low
+            for at in range(0, len(own), rows):
+                own[at : at + rows] = windows[places[at : at + rows]] @ kernel
         return result
 
 

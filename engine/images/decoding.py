@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 10 * 2**20
-MAX_PIXELS = 32_000_000  # three times as many bytes, twice while they are turned
+MAX_PIXELS = 32_000_000
+PIXEL_BYTES = (
+    24  # that decoding one may take: 16 are taken for WebP, whose decoder keeps two pictures, 4 to 12 for others
+)
 
 # Of more than 8 bits, which no conversion to RGB keeps.
 _DEEP = ("I", "F")
@@ -67,9 +70,12 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
             channel.
     """
     import PIL.Image
+    import PIL.ImageOps
 
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes)
+    if (size := _webp_size(data)) is not None:  # Pillow makes room for all pixels as it opens such a file
+        _check_size(*size, max_pixels)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # our own limit is another
@@ -77,19 +83,22 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
     except MemoryError:
         raise
     except PIL.Image.DecompressionBombError as error:
-        raise _refused(
-            f"the image has far more than the {max_pixels} pixels that are allowed (max_image_pixels).",
-            code="image_too_large",
-        ) from error
+        found = re.search(r"(\d+) pixels", str(error))
+        raise _too_many_pixels(found[0] if found else "far too many pixels", max_pixels) from error
     except Exception as error:  # whatever a decoder raises on a file that is none of its own
+        _check_unpacked(error)
         raise _refused(f"the image cannot be read: it is none of {', '.join(FORMATS)}, or is damaged.") from error
     check_pixels(image, max_pixels)
     try:
         image.load()
-        return rgb(image)
+        _check_depth(image)
+        PIL.ImageOps.exif_transpose(image, in_place=True)
+        turned: Image = image if image.mode == "RGB" else image.convert("RGB")
+        return turned
     except (MemoryError, InvalidRequestError):
         raise
     except Exception as error:
+        _check_unpacked(error)
         raise _refused(f"the image is damaged: {str(error) or type(error).__name__}.") from error
 
 
@@ -101,11 +110,7 @@ def rgb(image: Image) -> Image:
     """
     import PIL.ImageOps
 
-    if image.mode in _DEEP or image.mode.startswith("I;"):
-        raise _refused(
-            f"the image has more than 8 bits a channel (Pillow's mode {image.mode}), which is not implemented. "
-            "Convert it to 8 bits."
-        )
+    _check_depth(image)
     return PIL.ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -115,12 +120,57 @@ def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
     Raises:
         InvalidRequestError: it has.
     """
-    if image.width * image.height > max_pixels:
+    _check_size(image.width, image.height, max_pixels)
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise _too_many_pixels(f"{width} x {height} pixels", max_pixels)
+
+
+def _check_depth(image: Image) -> None:
+    if image.mode in _DEEP or image.mode.startswith("I;"):
         raise _refused(
-            f"the image has {image.width} x {image.height} pixels, and at most {max_pixels} are allowed "
-            "(max_image_pixels). Make it smaller, or raise --max-image-pixels.",
-            code="image_too_large",
+            f"the image has more than 8 bits a channel (Pillow's mode {image.mode}), which is not implemented. "
+            "Convert it to 8 bits."
         )
+
+
+def _check_unpacked(error: Exception) -> None:
+    """Refuse an image whose error is that of Pillow's limits on what a PNG has packed beside its pixels."""
+    if "MAX_TEXT" not in str(error):
+        return
+    from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
+
+    raise _refused(
+        f"a text or a colour profile in the image unpacks to more than the {MAX_TEXT_CHUNK} bytes that are allowed, or "
+        f"all of them to more than {MAX_TEXT_MEMORY}. Save the image without them.",
+        code="image_too_large",
+    ) from error
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height as a WebP file's first chunk has them (RFC 9649); None where it has none, or is another file."""
+    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    match data[12:16]:
+        case b"VP8X":
+            return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+        case b"VP8L":
+            bits = int.from_bytes(data[21:25], "little")
+            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case b"VP8 ":
+            width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+            return width, height
+    return None
+
+
+def _too_many_pixels(found: str, most: int) -> InvalidRequestError:
+    return _refused(
+        f"the image has {found}, and at most {most} are allowed (max_image_pixels). Make it smaller, or raise "
+        "--max-image-pixels.",
+        code="image_too_large",
+    )
 
 
 def _too_large(size: int, most: int) -> InvalidRequestError:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
-from engine.images import need_steps, pixels_of, steps_for
+from engine.images import PIXEL_BYTES, need_steps, pixels_of, steps_for
 from server.config.settings import ServerSettings
+from server.workers.frames import MEMORY
 from server.workers.images import Picture, Pixels
 from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 
@@ -19,7 +20,7 @@ logger = logging.getLogger("octavo.server")
 TIME_LIMIT = 20.0  # seconds; the largest image that is allowed takes about one
 MOST_SECONDS = 120.0  # of all images of one request
 MOST_PIXEL_BYTES = 64 * 2**20  # of one request: a file of a few bytes may become as much as any other
-_AT_ONCE = 2  # images in work for all requests: each may take 400 MB
+_AT_ONCE = 2  # images in work for all requests: each takes 250 MB if it is as large as is allowed, a WebP 600 MB
 
 
 class ImageReading:
@@ -39,6 +40,7 @@ class ImageReading:
         self._steps = steps_for(info)
         self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
         self._max_pixels = settings.max_image_pixels
+        self._memory = max(MEMORY, PIXEL_BYTES * self._max_pixels)
         self._workers = workers or shared_workers()
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -77,13 +79,13 @@ class ImageReading:
         try:
             if left <= 0:
                 raise TimeoutError
-            read = await self._workers.run("image", picture, Pixels, min(TIME_LIMIT, left))
+            read = await self._workers.run("image", picture, Pixels, min(TIME_LIMIT, left), self._memory)
         except TimeoutError:
             problem = f"to decode the image took more than {TIME_LIMIT:g} seconds."
             if left < TIME_LIMIT:
                 problem = f"to decode the request's images took more than {MOST_SECONDS:g} seconds."
         except WorkerLostError:
-            problem = "to decode the image took too much memory. Make it smaller."
+            problem = f"to decode the image took more than {self._memory >> 20} MiB. Make it smaller."
         else:
             if read.problem is None:
                 return pixels_of(read.data, read.shape)

@@ -17,14 +17,12 @@ from typing import Any
 import msgspec
 
 from engine import StructuredOutputsParams
-from server.workers.frames import LENGTH, Job, Outcome, framed
+from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 from server.workers.grammars import try_grammar
 from server.workers.images import Picture, read_picture
 from server.workers.sound import SoundPart, decode
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
-
-MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "grammar": (StructuredOutputsParams, try_grammar),
@@ -52,26 +50,34 @@ def main() -> None:
             if os.fork() == 0:
                 control.close()
                 os.close(0)
-                _bound_memory()
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 _work(line)
                 os._exit(0)
 
 
-def _bound_memory() -> None:
+def _size() -> int:
+    """Bytes of this process's address space."""
     with open("/proc/self/statm", encoding="ascii") as facts:
-        now = int(facts.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        return int(facts.read().split()[0]) * resource.getpagesize()
+
+
+def _bound_memory(most: int) -> None:
+    """The process's own limit stays above, so that the next job may have another."""
+    _, own = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if own == resource.RLIM_INFINITY else min(most, own), own))
 
 
 def _work(line: socket.socket) -> None:
     """Do jobs until the service hangs up. A job that is late is ended by the kernel, whatever it is at."""
+    begun = _size()
+    _bound_memory(begun + MEMORY)
     line.sendall(LENGTH.pack(os.getpid()))  # ready
     while (head := _receive(line, LENGTH.size)) is not None:
         content = _receive(line, LENGTH.unpack(head)[0])
         if content is None:
             return
         job = msgspec.msgpack.decode(content, type=Job)
+        _bound_memory(begun + job.memory)
         signal.setitimer(signal.ITIMER_REAL, job.seconds)
         outcome = _do(job)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -7,6 +7,7 @@ import struct
 import msgspec
 
 LENGTH = struct.Struct("!I")
+MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with, unless a job says another number
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -16,11 +17,13 @@ class Job(msgspec.Struct, array_like=True):
         name: which function.
         seconds: after which the worker is killed.
         payload: the function's argument, encoded.
+        memory: bytes that it may take.
     """
 
     name: str
     seconds: float
     payload: msgspec.Raw
+    memory: int = MEMORY
 
 
 class Outcome(msgspec.Struct, array_like=True):

@@ -10,6 +10,7 @@ from engine import InvalidRequestError
 from engine.images import Preprocessing, decode, preprocess, read_text
 
 PIL.Image.init()  # decoders are loaded before a worker is forked
+PIL.Image.MAX_IMAGE_PIXELS = None  # a picture's own limit is looked at before its pixels are decoded
 
 
 class Picture(msgspec.Struct, array_like=True):

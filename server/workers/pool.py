@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from server.workers.frames import LENGTH, Job, Outcome, framed
+from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 
 _PATIENCE = 30.0  # seconds beyond a job's own, for a process to start and for a busy machine
 # What a worker's process needs of the environment; keys and tokens of the service are not among it.
@@ -120,7 +120,7 @@ class WorkerPool:
                 self._forker.wait()
         self._forker = self._control = None
 
-    async def run(self, name: str, payload: Any, kind: type[T], seconds: float) -> T:
+    async def run(self, name: str, payload: Any, kind: type[T], seconds: float, memory: int = MEMORY) -> T:
         """The result of a job.
 
         Args:
@@ -128,13 +128,14 @@ class WorkerPool:
             payload: its argument.
             kind: the type of its result.
             seconds: that it may take.
+            memory: bytes that it may take.
 
         Raises:
             RefusedError: the job's own words.
             TimeoutError: it took longer.
             WorkerLostError: it took too much memory.
         """
-        job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload))))
+        job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload)), memory))
         while self._idle:
             outcome = await self._outcome(self._idle.pop(), job, seconds)
             if outcome is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from engine.audio.decoding import decode_part
@@ -42,7 +46,21 @@ def decode(part: SoundPart) -> DecodedPart:
     Raises:
         ValueError: it is no sound in a format that is read here, or broken; says so.
     """
-    samples, seconds = decode_part(
-        part.data, rate=part.rate, start=part.start, count=part.count, most_seconds=part.most_seconds
-    )
+    with _unheard():
+        samples, seconds = decode_part(
+            part.data, rate=part.rate, start=part.start, count=part.count, most_seconds=part.most_seconds
+        )
     return DecodedPart(samples.tobytes(), seconds)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What is written to stderr meanwhile is lost: libsndfile's decoder of MP3 writes lines for every broken frame."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

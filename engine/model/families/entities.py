@@ -22,7 +22,8 @@ FILE = "gliner_config.json"
 _SETTINGS = "entity_settings"  # in the encoder's config: what the file says of the head
 
 _ENCODER = "token_rep_layer.bert_layer.model."
-_KINDS = (None, "gliner", "gliner_uni_encoder_span")
+KIND = "gliner_uni_encoder_span"  # of the library's models; older files say less
+_KINDS = (None, "gliner", KIND)
 # What else the library builds, by the setting that asks for it, and what of its values is served.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "labels_encoder": (None,),
@@ -77,9 +78,9 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
     if not any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         raise ModelLoadError(f"{path} holds no {SINGLE_FILE}; files of torch (*.bin) are not read. {_CONVERT}")
     kind = inner.get("model_type", "deberta-v2")
-    if not isinstance(kind, str) or kind not in _ENCODERS:
+    if not isinstance(kind, str) or kind not in ENCODERS:
         raise UnsupportedModelError(
-            f"{file}: model_type of encoder_config is {kind!r}; as encoders are served: {', '.join(_ENCODERS)}."
+            f"{file}: model_type of encoder_config is {kind!r}; as encoders are served: {', '.join(ENCODERS)}."
         )
     settings = {name: value for name, value in inner.items() if name not in ("model_type", "architectures")}
     from transformers import AutoConfig  # slow to import
@@ -88,7 +89,7 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
         config: Any = published(AutoConfig.for_model(kind, **settings))
     except Exception as error:  # transformers raises many kinds, all of them about these values
         raise UnsupportedModelError(f"{file}: encoder_config cannot be read: {error}") from error
-    config.architectures = [_ENCODERS[kind]]
+    config.architectures = [ENCODERS[kind]]
     setattr(config, _SETTINGS, {**_DEFAULTS, **values})
     return config
 
@@ -98,7 +99,7 @@ _CONVERT = (
     'GLiNER.from_pretrained("...").save_pretrained(folder, safe_serialization=True), and give that folder.'
 )
 # The architecture of each kind of encoder.
-_ENCODERS = {
+ENCODERS = {
     "deberta-v2": "DebertaV2Model",
     "bert": "BertModel",
     "modernbert": "ModernBertModel",
@@ -111,7 +112,7 @@ def _refuse_others(file: Path, values: Mapping[str, Any]) -> None:
     if kind not in _KINDS:
         raise UnsupportedModelError(
             f"{file}: model_type is {kind!r}; of GLiNER's models, those with one encoder that score spans of words are "
-            f"served ({_KINDS[-1]})."
+            f"served ({KIND})."
         )
     for name, served in _SERVED.items():
         value = values.get(name, _DEFAULTS.get(name))
