@@ -21,7 +21,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 10 * 2**20
 MAX_PIXELS = 32_000_000
 PIXEL_BYTES = 24
-"""That decoding may take for each pixel: 16 are taken for WebP, whose decoder keeps two pictures, 4 to 12 for others."""
+"""That decoding may take for each pixel: WebP takes 16, since its decoder keeps two pictures, others take 4 to 12."""
 
 # Of more than 8 bits, which no conversion to RGB keeps.
 _DEEP = ("I", "F")
