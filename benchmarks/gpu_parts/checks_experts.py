@@ -5,26 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from engine.backends.native.gemm import Quantised
 from engine.backends.triton.experts import mix
+from engine.model.experts import stacked
+from engine.model.quantisation import ON_GPUS, Quantization, on_device
 from gpu_parts.check import Check, Outcome, Setting
 
 
-def _mixed(gated: bool, normalize: bool) -> Callable[[Setting], Iterator[Outcome]]:
+def _of_few_bits(matrices: Tensor, bits: Quantization) -> tuple[Quantised, Tensor]:
+    """Experts' matrices as kernels read them, and what these stand for once they are rounded to the rows' format."""
+    made = [on_device(one, bits, matrices.device) for one in matrices]
+    return stacked(made, len(made)), torch.stack([one.dense().to(matrices.dtype) for one in made])
+
+
+def _mixed(gated: bool, normalize: bool, bits: Quantization | None = None) -> Callable[[Setting], Iterator[Outcome]]:
     def checks(setting: Setting) -> Iterator[Outcome]:
         generator = torch.Generator().manual_seed(0)
         # A step that decodes, which is bound by reading the experts, and a prompt.
         for tokens in (1, 37, 600) if setting.full else (3,):
-            count, active, hidden, width = (64, 6, 2048, 1408) if setting.full else (4, 2, 32, 24)
+            count, active, hidden, width = (
+                (64 if bits is None else 16, 6, 2048, 1408) if setting.full else (4, 2, 32, 24)
+            )
             x = setting.normal(tokens + 1, hidden)
             up = setting.normal(count, 2 * width if gated else width, hidden, deviation=hidden**-0.5, seed=1)
             down = setting.normal(count, hidden, width, deviation=width**-0.5, seed=2)
+            matrices: list[Tensor | Quantised] = [up, down]
+            if bits is not None:
+                matrices[0], up = _of_few_bits(up, bits)
+                matrices[1], down = _of_few_bits(down, bits)
             # No two of a row are equal: of such, any may be chosen.
             order = torch.stack([torch.randperm(count, generator=generator) for _ in range(tokens + 1)])
             logits = (order * (8.0 / count) - 4.0).to(setting.device, setting.dtype)
             got = mix(
-                x, logits, up, down, tokens=tokens, active=active, activation="silu", gated=gated, normalize=normalize
+                x, logits, *matrices, tokens=tokens, active=active, activation="silu", gated=gated, normalize=normalize
             )
             shares, chosen = logits[:tokens].double().softmax(-1).topk(active)
             if normalize:
@@ -47,4 +63,5 @@ def _mixed(gated: bool, normalize: bool) -> Callable[[Setting], Iterator[Outcome
 CHECKS = (
     Check("experts: gated", _mixed(True, True), bound=4.0),
     Check("experts: plain, shares as they are", _mixed(False, False), bound=4.0),
+    *(Check(f"experts with weights of few bits: {bits}", _mixed(True, True, bits), bound=4.0) for bits in ON_GPUS),
 )

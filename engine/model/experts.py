@@ -55,7 +55,7 @@ class ExpertMatrices(nn.Module):
             packed = [product for product in products if product is not None]
             self.packed = packed if packed and len(packed) == self.count else None
         elif quantization is not None:
-            self.few_bits = _stacked((on_device(one, quantization, self.device) for one in matrices), self.count)
+            self.few_bits = stacked((on_device(one, quantization, self.device) for one in matrices), self.count)
         kept = self.weight.new_empty(0, self.outputs, self.inputs) if self.is_packed else self.weight
         self.weight = nn.Parameter(kept.to(self.device), requires_grad=False)
 
@@ -80,7 +80,7 @@ class ExpertMatrices(nn.Module):
         return self.weight if self.few_bits is None else self.few_bits
 
 
-def _stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
+def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
     """So many matrices as one, whose numbers and scales begin with [count, out]; one at a time is there twice."""
     whole: Quantised | None = None
     for index, one in enumerate(matrices):
