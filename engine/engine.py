@@ -200,7 +200,6 @@ class Engine:
             "cache_salt": cache_salt,
             "deadline": deadline,
             "tenant": tenant,
-            "arrival_time": time.monotonic(),
         }
         if isinstance(params, PoolingParams):
             self._add_pooling(input, params, terms)
@@ -359,7 +358,7 @@ class Engine:
         return stats
 
     def cache_map(self) -> CacheMap:
-        """What the pages hold at this moment, and for whom."""
+        """What the pages hold at this moment, and for which requests."""
         return draw_map(self.scheduler.pool, self.scheduler.groups())
 
     def check_integrity(self) -> None:

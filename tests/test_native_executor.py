@@ -37,6 +37,7 @@ from engine.backends.torch.attention import TorchReference
 from engine.backends.torch.executor import TorchExecutor
 from engine.model import checkpoint, families, kernels, packing, spec
 from engine.model.activations import ACTIVATIONS
+from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization
@@ -126,9 +127,9 @@ def agree(model: Transformer, padding: int = 0) -> None:
     if not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in model.spec.trunk.blocks):
         equal(both_ways(model, padding))
         return
-    exact = all(
-        one.packed.native.kind == "float32" for one in model.modules() if isinstance(one, Linear) and one.packed
-    )
+    packed = [one.packed for one in model.modules() if isinstance(one, Linear) and one.packed]
+    packed += [one for module in model.modules() if isinstance(module, ExpertMatrices) for one in module.packed]
+    exact = all(one.native.kind == "float32" for one in packed)
     for ours, theirs in both_ways(model, padding):
         assert torch.equal(ours.isfinite(), theirs.isfinite())
         difference = (ours - theirs).float().nan_to_num(0.0).norm()
@@ -158,6 +159,26 @@ def test_every_instruction_set_and_number_of_threads(llama: Subject, isa: str, t
         model = load(llama.path, torch.float32, max_model_len=40, backend=NativeAttention())
         model.pack("int8")  # whose kernels are used whatever the instruction set
         equal(both_ways(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("up", "down"), [("int4", "int8"), ("int4", None), (None, "int4")])
+@each_isa
+def test_experts_whose_matrices_are_of_two_kinds(
+    isa: str, up: Quantization | None, down: Quantization | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As where a checkpoint stores them so: of Q4_K_M those that lead back have more bits in some layers."""
+    make_family_checkpoint(FAMILY_SHAPES["qwen3-moe"], tmp_path)
+    with kernels_of(isa, 2):
+        model = load(tmp_path, dtype, max_model_len=40, backend=NativeAttention())
+        mixtures = [module for module in model.modules() if isinstance(module, ExpertsFeedForward)]
+        for module in mixtures:
+            module.up.pack(up)
+            module.down.pack(down)
+        model.pack()
+        kinds = [{one.native.kind for one in half.packed} for half in (mixtures[0].up, mixtures[0].down)]
+        assert kinds[0] != kinds[1]
+        agree(model)
 
 
 @each_amx

@@ -25,7 +25,7 @@ from cli.errors import BenchError, OptionError
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 8
-_TELL_IDS = ("octavo", "vllm")  # who their models are owned by; other servers may refuse a field of theirs
+_TELL_IDS = ("octavo", "vllm")  # owners of their models; other servers may refuse a field of theirs
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 

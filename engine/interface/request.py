@@ -449,7 +449,6 @@ class Request:
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
         tenant: on whose behalf it is; tenants that wait are served in turn. None is one, too.
-        arrival_time: `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -459,7 +458,6 @@ class Request:
     cache_salt: str | None = None
     deadline: float | None = None
     tenant: str | None = None
-    arrival_time: float = field(default=0.0)
     encoder_token_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
     token_type_ids: tuple[int, ...] = ()

@@ -60,7 +60,7 @@ _Attend = structure(
 _Activate = structure("ActivateWhat", "Place x out | int width gated function")
 _Experts = structure(
     "ExpertsWhat",
-    "Place routed x rows wide hidden routes out | pointer up down starts | int kind up_tile_rows"
+    "Place routed x rows wide hidden routes out | pointer up down starts | int up_kind down_kind up_tile_rows"
     " down_tile_rows count active normalize function gated size width",
 )
 _Gather = structure("GatherWhat", "Place x out | int width taps")
@@ -338,6 +338,8 @@ class Program:
         """
         if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
             raise ValueError(f"{len(up)} and {len(down)} experts do not go with {routed.width} numbers of a router")
+        if any(one.kind != which[0].kind for which in (up, down) for one in which):
+            raise ValueError("the matrices of a layer's experts are of several kinds")
         addresses = [(ctypes.c_void_p * len(up))(*(one.data.data_ptr() for one in which)) for which in (up, down)]
         starts = (ctypes.c_int64 * (len(up) + 1))()
         for packed in (up[0], down[0]):
@@ -348,9 +350,9 @@ class Program:
                 routed=_place(routed), x=_place(x), rows=_place(room.rows), wide=_place(room.wide),
                 hidden=_place(room.hidden), routes=_place(room.routes),
                 out=_place(out), up=ctypes.addressof(addresses[0]), down=ctypes.addressof(addresses[1]),
-                starts=ctypes.addressof(starts), kind=_KINDS[up[0].kind], up_tile_rows=up[0].tile_rows,
-                down_tile_rows=down[0].tile_rows, count=len(up), active=active, normalize=normalize,
-                function=FUNCTIONS[function], gated=gated, size=x.width, width=down[0].inputs,
+                starts=ctypes.addressof(starts), up_kind=_KINDS[up[0].kind], down_kind=_KINDS[down[0].kind],
+                up_tile_rows=up[0].tile_rows, down_tile_rows=down[0].tile_rows, count=len(up), active=active,
+                normalize=normalize, function=FUNCTIONS[function], gated=gated, size=x.width, width=down[0].inputs,
             ),
             *up, *down, *addresses, starts,
         )  # fmt: skip

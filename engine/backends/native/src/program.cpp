@@ -79,12 +79,12 @@ struct Runner {
   }
 
   // The products of all experts with their rows.
-  void multiply_each(const ExpertsWhat& o, int64_t tile_rows, const T* x, int64_t inputs, T* y, int64_t outputs,
-                     const void* const* weights) const {
+  void multiply_each(const ExpertsWhat& o, int64_t kind, int64_t tile_rows, const T* x, int64_t inputs, T* y,
+                     int64_t outputs, const void* const* weights) const {
     for (int64_t e = 0; e < o.count; ++e) {
       const int64_t first = o.starts[e], rows = o.starts[e + 1] - first;
       if (!rows) continue;
-      multiply(o.kind, tile_rows, x + first * inputs, inputs, y + first * outputs, outputs, weights[e], nullptr, rows,
+      multiply(kind, tile_rows, x + first * inputs, inputs, y + first * outputs, outputs, weights[e], nullptr, rows,
                outputs, inputs);
       others.wait(threads);  // the next product's tiles lie where this one's do
     }
@@ -116,11 +116,11 @@ struct Runner {
     gather_part(a, thread, threads);
     others.wait(threads);
     const int64_t wide = o.gated ? 2 * o.width : o.width;
-    multiply_each(o, o.up_tile_rows, at(o.rows), o.size, at(o.wide), wide, o.up);
+    multiply_each(o, o.up_kind, o.up_tile_rows, at(o.rows), o.size, at(o.wide), wide, o.up);
     const ActivationRows<T> hidden{at(o.wide), nullptr, at(o.hidden), pairs, o.width, wide, o.gated};
     activate_part(hidden, o.function, thread, threads);
     others.wait(threads);
-    multiply_each(o, o.down_tile_rows, at(o.hidden), o.width, at(o.rows), o.size, o.down);
+    multiply_each(o, o.down_kind, o.down_tile_rows, at(o.hidden), o.width, at(o.rows), o.size, o.down);
     combine_part(a, thread, threads);
   }
 

@@ -93,7 +93,7 @@ struct ExpertsWhat {
   const void* const* up;    // [count] weights
   const void* const* down;  // [count]
   int64_t* starts;          // [count + 1] room
-  int64_t kind, up_tile_rows, down_tile_rows, count, active, normalize, function, gated, size, width;
+  int64_t up_kind, down_kind, up_tile_rows, down_tile_rows, count, active, normalize, function, gated, size, width;
 };
 
 // out = the `taps` tokens around each, side by side; zeros where a token's row has none.
