@@ -149,11 +149,7 @@ def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
     scaled = logits / temperature[:, None]
     scaled = _filter(scaled, table)
     weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
-    min_p = np.ascontiguousarray(table["min_p"])
-    if (min_p > 0).any():
-        # The most probable token's weight is 1, so min_p is a threshold on the weights themselves.
-        weights = weights.masked_fill(weights < torch.from_numpy(min_p).to(device)[:, None], 0.0)
-    cumulative = weights.double().cumsum(dim=-1)
+    cumulative = sampling_whole.keep_likely(weights, table).double().cumsum(dim=-1)
     targets = torch.from_numpy(batch.uniforms[rows]).to(device) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, targets, right=True)
     # Rounding may put a target at the very end; the last possible token is where the sum is reached.

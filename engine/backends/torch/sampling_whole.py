@@ -79,10 +79,23 @@ def _filtered(logits: Tensor, table: Table) -> Tensor:
         running = sizes.cumsum(dim=-1)
         kept = (running - sizes < p * running[:, -1:]).sum(dim=-1, keepdim=True).clamp(min=1)
         weights = weights.masked_fill(relative < falling.gather(1, kept - 1), 0.0)
-    weights = weights.masked_fill(weights < float(table["min_p"][0]), 0.0)
+    weights = keep_likely(weights, table)
     mass = float(table["typical_p"][0])
     found = weights.double()
     return found if mass >= 1.0 else _typical(found, mass)
+
+
+def keep_likely(weights: Tensor, table: Table) -> Tensor:
+    """Weights without those that filters on a token's weight alone leave out, which are 0.
+
+    Args:
+        weights: float32 [N, vocabulary], relative to the likeliest.
+        table: [N], or [1] for all.
+    """
+    min_p = np.ascontiguousarray(table["min_p"])
+    if not (min_p > 0).any():
+        return weights
+    return weights.masked_fill(weights < torch.from_numpy(min_p).to(weights.device)[:, None], 0.0)
 
 
 def _near_the_largest(scaled: Tensor, sigma: float) -> Tensor:
