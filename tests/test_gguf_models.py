@@ -325,6 +325,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda w: w.add_sliding_window(64),
         r"llama\.attention\.sliding_window must be 0, got 64: a window is",
     ),
+    "causal": (
+        lambda w: w.add_causal_attention(False),
+        r"llama\.attention\.causal must be True, got False: attention to later tokens is",
+    ),
     "rotation": (lambda w: put(w, "llama.rope.dimension_count", 8), r"rope\.dimension_count must be 16, got 8"),
     "scaling": (lambda w: put(w, "llama.rope.scaling.type", "ntk"), r"rope\.scaling\.type is 'ntk', which is not supp"),
     "layers": (lambda w: put(w, "llama.attention.head_count_kv", [2, 1]), r"layers differ in llama\.attention\.head_c"),

@@ -127,6 +127,7 @@ def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms")
             f"{len(metadata.file.tensors)} tensors. Download it again."
         )
     metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
+    metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
     metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
     ending = "layer_norm_rms_epsilon" if norm == "rms" else "layer_norm_epsilon"
     return {
