@@ -26,7 +26,6 @@ from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec, stored_scheme, weight_table
 from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
-from engine.model.gguf.weights import stored_formats
 from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored
@@ -80,7 +79,8 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
+        stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
+            first (`Checkpoint.stored_bytes`).
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
 
@@ -186,9 +186,10 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     encoder_len = find_max_encoder_len(config, spec, max_model_len)
     # Shapes, no memory.
     model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
-    as_stored = 0
+    as_stored, stored = 0, dict[str, int]()
     if scheme is not None or files[0].suffix == SUFFIX:
         with Checkpoint(path, scheme) as checkpoint:
+            stored = checkpoint.stored_bytes
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
             mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
@@ -223,7 +224,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
         tasks=abilities.tasks,
         quantization=quantization,
-        stored=stored_formats(files[0]) if files[0].suffix == SUFFIX else {},
+        stored=stored,
         no_tokenizer=" ".join(lacks.read_text(encoding="utf-8").split()) if lacks.is_file() else "",
     )
 

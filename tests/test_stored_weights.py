@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from cli.main import main
 from engine import SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -459,6 +461,27 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 def state(**changes: Any) -> Tensor:
     said = {"shape": [64, 64], "blocksize": 64, "nested_blocksize": 4, "nested_offset": 0.125} | changes
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [("awq", "4-bit AWQ"), ("gptq-3", "3-bit GPTQ"), ("fp8-blocks", "FP8"), ("nf4", "4-bit bitsandbytes")],
+)
+def test_octavo_models_says_how_weights_are_stored(
+    kind: str, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that belongs to the matrices under the scheme's name, and what is plain beside it."""
+    checkpoint(tmp_path, *KINDS[kind])
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+    sizes = {"F32": sum(tensor.nbytes for tensor in plain.values())}
+    sizes[title] = sum(tensor.nbytes for tensor in tensors.values()) - sizes["F32"]
+    assert main(["models", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["stored_as"]
+    assert found == sizes
+    assert list(found.values()) == sorted(sizes.values(), reverse=True)
+    assert main(["models", str(tmp_path)]) == 0
+    assert re.search(rf"^stored as .*{title} [\d.]+ MiB", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_config_that_asks_for_more_than_is_stored_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -93,6 +96,22 @@ class Checkpoint:
         if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
             return f"GGUF ({', '.join(stored_formats(self.path))})"
         return None
+
+    @property
+    def stored_bytes(self) -> dict[str, int]:
+        """How many bytes are stored in each format, the most first: ggml's formats of a GGUF file; of others the
+        scheme's title, and for plain tensors safetensors' words."""
+        if self.files[0].suffix == SUFFIX:
+            return stored_formats(self.files[0])
+        sizes: Counter[str] = Counter()
+        for place in self.names.values():
+            united = self._packed.get(place)
+            for file, key in [place] if united is None else united[1]:
+                stored = self._handles[file].get_slice(key)
+                format = str(stored.get_dtype())
+                title = self.scheme.title if self.scheme is not None and united is not None else format
+                sizes[title] += math.prod(stored.get_shape()) * _bits(format) // 8
+        return dict(sizes.most_common())
 
     @property
     def num_elements(self) -> int:
@@ -188,6 +207,12 @@ class Checkpoint:
         file, key = self.names[name]
         with _readable(file):
             return self._handles[file].get_slice(key)
+
+
+def _bits(format: str) -> int:
+    """Of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
+    found = re.search(r"\d+", format)
+    return 8 if found is None else int(found[0])  # BOOL
 
 
 def _opened(file: Path, stack: ExitStack) -> Any:
