@@ -259,6 +259,15 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "b.gguf").symlink_to(llama)
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
         checkpoint.locate(str(tmp_path))
+    (tmp_path / "a-00001-of-00002.gguf").symlink_to(llama)
+    with pytest.raises(ModelLoadError, match=r"holds 3 GGUF files \(a-0.*\): name one of them, such as .*/a\.gguf\."):
+        checkpoint.locate(str(tmp_path))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number in (1, 2):
+        (parts / f"a-0000{number}-of-00002.gguf").symlink_to(llama)
+    with pytest.raises(ModelLoadError, match=r"a model in parts \(a-0.*--merge .*/a-00001-of-00002\.gguf WHOLE\."):
+        checkpoint.locate(str(parts))
     (tmp_path / "x.gguf").write_text("nothing of the kind")
     with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file: it begins with b'noth'"):
         checkpoint.locate(str(tmp_path / "x.gguf"))
@@ -308,6 +317,12 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert (found["supported"], found["tokenizer"]) == (True, None)
 
 
+def test_octavo_models_says_that_a_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is taken for a file, not for a family's name."""
+    assert main(["models", "nowhere.gguf"]) == 1
+    assert "The file nowhere.gguf does not exist." in capsys.readouterr().err
+
+
 def test_rows_are_read_alone(llama: Path) -> None:
     weights = GgufWeights(llama)
     for name in weights.keys():  # noqa: SIM118  it is safetensors' interface
@@ -345,6 +360,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
         r"mamba, which is not read.*Read are g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
+    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), .* and no model\."),
+    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"holds an importance matrix \(im"),
+    "vocabulary": (
+        lambda w: (w.tensors[0].clear(), w.add_token_list(["a", "b"])),
+        r"holds a vocabulary and no weights\. Name the model's own file",
+    ),
+    "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf holds no tensors\. Name"),
     "kind": (lambda w: put(w, "general.type", "adapter"), r"holds no model: its general\.type is 'adapter'"),
 }
 
@@ -360,7 +382,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, gguf: Any, tmp_path
     }.items():  # fmt: skip
         put(writer, f"llama.{key}", value)
     writer.add_tensor("token_embd.weight", torch.zeros(19, 64).numpy())
-    if name == "architecture":
+    if name in ("architecture", "older importance"):
         writer.kv_data[0].pop("general.architecture")
     change(writer)
     writer.write_header_to_file()

@@ -372,6 +372,13 @@ def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
     plain = checkpoint(tmp_path, said, pack)
     found = load(tmp_path).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for groups in ({}, {"group_0": {"targets": ["Linear"]}}):
+        changed = config | {"quantization_config": said | {"config_groups": groups}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UnsupportedModelError, match=r"config_groups .* \(num_bits of weights, 1 to 8\), but"):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     make_plain(tmp_path, plain)
     whole = load(tmp_path).state_dict()
     assert all(torch.equal(whole[name], found[name]) for name in whole)
