@@ -25,7 +25,7 @@ from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec, stored_scheme, weight_table
-from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
+from engine.model.gguf.folder import SUFFIX, lacks_tokenizer
 from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored
@@ -204,7 +204,6 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
-    lacks = path / NO_TOKENIZER
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
@@ -225,7 +224,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         tasks=abilities.tasks,
         quantization=quantization,
         stored=stored,
-        no_tokenizer=" ".join(lacks.read_text(encoding="utf-8").split()) if lacks.is_file() else "",
+        no_tokenizer=lacks_tokenizer(path),
     )
 
 
@@ -241,7 +240,7 @@ def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
     """
     device = choose_device(config.device)
     with gpu.current(device):
-        found = resolve(replace(config, model=str(path)), device)
+        found = resolve(replace(config, model=str(path), skip_tokenizer_init=True), device)
         model = Transformer(  # shapes, no memory
             found.spec,
             found.backend,

@@ -26,6 +26,7 @@ from engine import SamplingParams, quantise_checkpoint
 from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.execution import starting
 from engine.inspection import inspect_model
 from engine.model import checkpoint, quantised_loading
 from engine.model.gguf import blocks
@@ -302,6 +303,20 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
         log_facts(engine.info, None, "tiny")
     assert f"Model tiny from {llama}: " in caplog.text
     engine.close()
+
+
+def test_one_without_a_tokenizer_is_refused_before_its_weights_are_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another's is named, or none is wanted."""
+    with monkeypatch.context() as patched:
+        patched.setattr(starting, "load", None)
+        with pytest.raises(ModelLoadError, match=r"No tokenizer can be made of .*tiny\.gguf: .*by --tokenizer"):
+            make_engine(llama)
+    for settings in ({"tokenizer": str(tmp_path)}, {"skip_tokenizer_init": True}):
+        make_engine(llama, **settings).close()
+    few = ["--concurrency", "1", "--num-requests", "1", "--warmup", "0", "--input-len", "4", "--output-len", "2"]
+    assert main(["bench", "offline", str(llama), *few, "--kv-cache-memory", "1MiB", "--quiet"]) == 0, "of token ids"
 
 
 def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

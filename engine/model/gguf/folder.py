@@ -63,6 +63,13 @@ def single_file(folder: Path) -> Path | None:
     return found[0]
 
 
+def lacks_tokenizer(folder: Path) -> str:
+    """Why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one can, or the
+    folder stands for none."""
+    file = folder / NO_TOKENIZER
+    return " ".join(file.read_text(encoding="utf-8").split()) if file.is_file() else ""
+
+
 def stand_in(path: Path) -> Path:
     """The folder that stands for a GGUF file, which is made if it is not there.
 
