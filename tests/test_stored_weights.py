@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -449,6 +450,25 @@ def test_damaged_checkpoints_are_errors_that_name_the_tensor(
     write(file, tensors)
     with pytest.raises(ModelLoadError, match=words):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "part", "quantization"),
+    [("gptq-4", ".scales", None), ("awq", ".scales", "stored"), ("fp8-blocks", ".weight_scale_inv", None),
+     ("nf4", ".weight.nested_absmax", None), ("bitsandbytes-int8", ".SCB", "stored")],
+)  # fmt: skip
+def test_scales_that_are_not_finite_are_refused_by_name(
+    kind: str, part: str, quantization: str | None, number: float, tmp_path: Path
+) -> None:
+    """A single one would make every answer NaN, or only some."""
+    checkpoint(tmp_path, *(KINDS | IN_GROUPS if quantization == "stored" else KINDS)[kind])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[Q + part].view(-1)[-1] = number
+    write(file, tensors)
+    with pytest.raises(ModelLoadError, match=rf"model\.safetensors: {re.escape(Q + part)} .* are not finite"):
+        make_engine(tmp_path, skip_tokenizer_init=True, quantization=quantization)
 
 
 @pytest.mark.parametrize("layout", [1, 2, 3])

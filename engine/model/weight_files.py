@@ -159,7 +159,7 @@ class Checkpoint:
         if place not in self._packed:
             return self._read(place, dtype)
         packed, parts = self._packed[place]
-        return packed.decode(*(self._read(part) for part in parts))
+        return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
         """What of ours a matrix of few bits is, but for the rounding of minima; None for nothing."""
@@ -188,7 +188,7 @@ class Checkpoint:
                 return self._handles[place[0]].quantised(place[1])  # type: ignore[no-any-return]
         packed, parts = self._packed[place]
         assert packed.quantised is not None
-        return packed.quantised(*(self._read(part) for part in parts))
+        return packed.quantised(*self._read_parts(parts))
 
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor."""
@@ -202,6 +202,22 @@ class Checkpoint:
                 return handle.get_tensor(key, dtype)
             tensor: Tensor = handle.get_tensor(key)
         return tensor
+
+    def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
+        """What a matrix is stored as: its numbers first, then scales and what else belongs to them.
+
+        Raises:
+            ModelLoadError: scales are not finite, which would be noticed in answers alone.
+        """
+        for number, (file, key) in enumerate(places):
+            tensor = self._read((file, key))
+            if number and tensor.is_floating_point() and tensor.numel():
+                wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch has no aminmax of 8 bits
+                if not all(bool(end.isfinite()) for end in wide.aminmax()):  # which a NaN is both of
+                    raise ModelLoadError(
+                        f"{file}: {key} of a quantised matrix holds numbers that are not finite. Download it again."
+                    )
+            yield tensor
 
     def _slice(self, name: str) -> Any:
         file, key = self.names[name]
