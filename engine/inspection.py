@@ -25,8 +25,7 @@ from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec, stored_scheme, weight_table
-from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
-from engine.model.gguf.weights import stored_formats
+from engine.model.gguf.folder import SUFFIX, lacks_tokenizer
 from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored
@@ -80,7 +79,8 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
+        stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
+            first (`Checkpoint.stored_bytes`).
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
 
@@ -186,9 +186,10 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     encoder_len = find_max_encoder_len(config, spec, max_model_len)
     # Shapes, no memory.
     model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
-    as_stored = 0
+    as_stored, stored = 0, dict[str, int]()
     if scheme is not None or files[0].suffix == SUFFIX:
         with Checkpoint(path, scheme) as checkpoint:
+            stored = checkpoint.stored_bytes
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
             mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
@@ -203,7 +204,6 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
-    lacks = path / NO_TOKENIZER
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
@@ -223,8 +223,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
         tasks=abilities.tasks,
         quantization=quantization,
-        stored=stored_formats(files[0]) if files[0].suffix == SUFFIX else {},
-        no_tokenizer=" ".join(lacks.read_text(encoding="utf-8").split()) if lacks.is_file() else "",
+        stored=stored,
+        no_tokenizer=lacks_tokenizer(path),
     )
 
 
@@ -240,7 +240,7 @@ def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
     """
     device = choose_device(config.device)
     with gpu.current(device):
-        found = resolve(replace(config, model=str(path)), device)
+        found = resolve(replace(config, model=str(path), skip_tokenizer_init=True), device)
         model = Transformer(  # shapes, no memory
             found.spec,
             found.backend,

@@ -26,6 +26,7 @@ from engine import SamplingParams, quantise_checkpoint
 from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.execution import starting
 from engine.inspection import inspect_model
 from engine.model import checkpoint, quantised_loading
 from engine.model.gguf import blocks
@@ -259,6 +260,15 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "b.gguf").symlink_to(llama)
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
         checkpoint.locate(str(tmp_path))
+    (tmp_path / "a-00001-of-00002.gguf").symlink_to(llama)
+    with pytest.raises(ModelLoadError, match=r"holds 3 GGUF files \(a-0.*\): name one of them, such as .*/a\.gguf\."):
+        checkpoint.locate(str(tmp_path))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number in (1, 2):
+        (parts / f"a-0000{number}-of-00002.gguf").symlink_to(llama)
+    with pytest.raises(ModelLoadError, match=r"a model in parts \(a-0.*--merge .*/a-00001-of-00002\.gguf WHOLE\."):
+        checkpoint.locate(str(parts))
     (tmp_path / "x.gguf").write_text("nothing of the kind")
     with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file: it begins with b'noth'"):
         checkpoint.locate(str(tmp_path / "x.gguf"))
@@ -295,6 +305,20 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     engine.close()
 
 
+def test_one_without_a_tokenizer_is_refused_before_its_weights_are_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another's is named, or none is wanted."""
+    with monkeypatch.context() as patched:
+        patched.setattr(starting, "load", None)
+        with pytest.raises(ModelLoadError, match=r"No tokenizer can be made of .*tiny\.gguf: .*by --tokenizer"):
+            make_engine(llama)
+    for settings in ({"tokenizer": str(tmp_path)}, {"skip_tokenizer_init": True}):
+        make_engine(llama, **settings).close()
+    few = ["--concurrency", "1", "--num-requests", "1", "--warmup", "0", "--input-len", "4", "--output-len", "2"]
+    assert main(["bench", "offline", str(llama), *few, "--kv-cache-memory", "1MiB", "--quiet"]) == 0, "of token ids"
+
+
 def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would be served with another's."""
     assert main(["models", str(llama)]) == 0
@@ -306,6 +330,12 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["supported"], found["tokenizer"]) == (True, None)
+
+
+def test_octavo_models_says_that_a_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is taken for a file, not for a family's name."""
+    assert main(["models", "nowhere.gguf"]) == 1
+    assert "The file nowhere.gguf does not exist." in capsys.readouterr().err
 
 
 def test_rows_are_read_alone(llama: Path) -> None:
@@ -325,6 +355,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda w: w.add_sliding_window(64),
         r"llama\.attention\.sliding_window must be 0, got 64: a window is",
     ),
+    "causal": (
+        lambda w: w.add_causal_attention(False),
+        r"llama\.attention\.causal must be True, got False: attention to later tokens is",
+    ),
     "rotation": (lambda w: put(w, "llama.rope.dimension_count", 8), r"rope\.dimension_count must be 16, got 8"),
     "scaling": (lambda w: put(w, "llama.rope.scaling.type", "ntk"), r"rope\.scaling\.type is 'ntk', which is not supp"),
     "layers": (lambda w: put(w, "llama.attention.head_count_kv", [2, 1]), r"layers differ in llama\.attention\.head_c"),
@@ -341,6 +375,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
         r"mamba, which is not read.*Read are g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
+    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), .* and no model\."),
+    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"holds an importance matrix \(im"),
+    "vocabulary": (
+        lambda w: (w.tensors[0].clear(), w.add_token_list(["a", "b"])),
+        r"holds a vocabulary and no weights\. Name the model's own file",
+    ),
+    "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf holds no tensors\. Name"),
     "kind": (lambda w: put(w, "general.type", "adapter"), r"holds no model: its general\.type is 'adapter'"),
 }
 
@@ -356,7 +397,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, gguf: Any, tmp_path
     }.items():  # fmt: skip
         put(writer, f"llama.{key}", value)
     writer.add_tensor("token_embd.weight", torch.zeros(19, 64).numpy())
-    if name == "architecture":
+    if name in ("architecture", "older importance"):
         writer.kv_data[0].pop("general.architecture")
     change(writer)
     writer.write_header_to_file()

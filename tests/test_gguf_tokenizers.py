@@ -170,7 +170,7 @@ def test_what_a_file_says_of_texts(gguf: Any, tmp_path: Path) -> None:
 
 UNKNOWN = {
     "split": (byte_level, {"ggml__pre": "poro-chat"}, r"it splits texts by 'poro-chat' \(tokenizer\.ggml\.pre\)"),
-    "no-split": (byte_level, {}, r"it splits texts by None"),
+    "no-split": (byte_level, {}, r"it does not say how texts are split \(tokenizer\.ggml\.pre is absent\)"),
     "kind": (by_scores, {"ggml__model": "rwkv"}, r"its tokenizer\.ggml\.model is 'rwkv', and gpt2 and llama are known"),
     "scores": (by_scores, {"ggml__scores": [0.0]}, r"it has 1 scores for \d+ tokens"),
     "twice": (by_scores, {"ggml__tokens": ["a", "a"]}, r"its vocabulary holds 'a' twice"),

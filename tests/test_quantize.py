@@ -330,6 +330,14 @@ def test_what_cannot_be_written_is_refused(
     assert not list(tmp_path.glob(".octavo-*"))
 
 
+def test_a_file_in_the_place_of_the_folder(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ("", "something"):
+        (tmp_path / "new").write_text(content)
+        assert main(["quantize", str(llama), str(tmp_path / "new")]) == 1
+        assert f"{tmp_path / 'new'} is a file. Name a folder that is not there yet" in capsys.readouterr().err
+        assert (tmp_path / "new").read_text() == content
+
+
 def test_the_command(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new"
     folder.mkdir()

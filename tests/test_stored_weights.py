@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from cli.main import main
 from engine import SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -370,6 +373,13 @@ def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
     plain = checkpoint(tmp_path, said, pack)
     found = load(tmp_path).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for groups in ({}, {"group_0": {"targets": ["Linear"]}}):
+        changed = config | {"quantization_config": said | {"config_groups": groups}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UnsupportedModelError, match=r"config_groups .* \(num_bits of weights, 1 to 8\), but"):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     make_plain(tmp_path, plain)
     whole = load(tmp_path).state_dict()
     assert all(torch.equal(whole[name], found[name]) for name in whole)
@@ -442,6 +452,25 @@ def test_damaged_checkpoints_are_errors_that_name_the_tensor(
         load(tmp_path)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "part", "quantization"),
+    [("gptq-4", ".scales", None), ("awq", ".scales", "stored"), ("fp8-blocks", ".weight_scale_inv", None),
+     ("nf4", ".weight.nested_absmax", None), ("bitsandbytes-int8", ".SCB", "stored")],
+)  # fmt: skip
+def test_scales_that_are_not_finite_are_refused_by_name(
+    kind: str, part: str, quantization: str | None, number: float, tmp_path: Path
+) -> None:
+    """A single one would make every answer NaN, or only some."""
+    checkpoint(tmp_path, *(KINDS | IN_GROUPS if quantization == "stored" else KINDS)[kind])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[Q + part].view(-1)[-1] = number
+    write(file, tensors)
+    with pytest.raises(ModelLoadError, match=rf"model\.safetensors: {re.escape(Q + part)} .* are not finite"):
+        make_engine(tmp_path, skip_tokenizer_init=True, quantization=quantization)
+
+
 @pytest.mark.parametrize("layout", [1, 2, 3])
 def test_orders_that_are_made_for_one_kind_of_gpu_are_refused(layout: int, tmp_path: Path) -> None:
     """col32, col_turing and col_ampere, which bitsandbytes refuses as well."""
@@ -459,6 +488,27 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 def state(**changes: Any) -> Tensor:
     said = {"shape": [64, 64], "blocksize": 64, "nested_blocksize": 4, "nested_offset": 0.125} | changes
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [("awq", "4-bit AWQ"), ("gptq-3", "3-bit GPTQ"), ("fp8-blocks", "FP8"), ("nf4", "4-bit bitsandbytes")],
+)
+def test_octavo_models_says_how_weights_are_stored(
+    kind: str, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that belongs to the matrices under the scheme's name, and what is plain beside it."""
+    checkpoint(tmp_path, *KINDS[kind])
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+    sizes = {"F32": sum(tensor.nbytes for tensor in plain.values())}
+    sizes[title] = sum(tensor.nbytes for tensor in tensors.values()) - sizes["F32"]
+    assert main(["models", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["stored_as"]
+    assert found == sizes
+    assert list(found.values()) == sorted(sizes.values(), reverse=True)
+    assert main(["models", str(tmp_path)]) == 0
+    assert re.search(rf"^stored as .*{title} [\d.]+ MiB", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_config_that_asks_for_more_than_is_stored_is_refused(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> tuple[Lengths, Lengths]:
 def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_len: Lengths) -> int:
     from engine import Engine
 
-    engine = Engine(config)
+    engine = Engine(replace(config, skip_tokenizer_init=True))  # prompts are token ids
     try:
         load = _Load(engine, input_len, output_len, seed=config.seed or 0)
         load.check()

@@ -82,7 +82,8 @@ def _matches(row: dict[str, Any], part: str) -> bool:
 
 
 def _is_checkpoint(name: str) -> bool:
-    return os.sep in name or name.startswith("~") or name == "." or Path(name).exists()
+    path = Path(name)
+    return os.sep in name or name.startswith("~") or name == "." or path.suffix == ".gguf" or path.exists()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from cli.terminal.style import say, styled
 PROG = "octavo quantize"
 DESCRIPTION = """\
 Reads a checkpoint, and writes a folder whose matrices have few bits, in compressed-tensors' format, which transformers
-reads, too. Octavo serves it without the plain weights, and needs no --quantization for it.
+reads of most families, too. Octavo serves it without the plain weights, and needs no --quantization for it.
 
   octavo quantize org/name name-int8
   octavo quantize path/to/model path/to/new --quantization int4

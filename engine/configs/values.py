@@ -129,7 +129,7 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
-    """Refuse numbers that no model has.
+    """Refuse numbers that no model has, and what else nothing can be made of.
 
     Args:
         file: where they are from.
@@ -148,6 +148,11 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
             good = low <= value <= high if whole else value is None and name not in _NEEDED
             if not good and (known or (whole and value > high)):
                 raise ModelLoadError(f"{file}: {name} must be an integer from {low} to {high}, got {_shown(value)}.")
+        elif name == "quantization_config" and not isinstance(value, Mapping | None):
+            raise ModelLoadError(
+                f'{file}: {name} must be an object that says how weights are stored, such as {{"quant_method": '
+                f'"awq", "bits": 4, "group_size": 128}}, got {_shown(value)}. Leave it out where they are plain.'
+            )
         elif name in SWITCHES and known and not isinstance(value, bool | None):
             raise ModelLoadError(f"{file}: {name} must be true or false, got {_shown(value)}.")
         elif name in NUMBERS and known and not (value is None and name not in _NEEDED):

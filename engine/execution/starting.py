@@ -16,7 +16,7 @@ from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
@@ -41,6 +41,7 @@ from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
+from engine.model.gguf.folder import lacks_tokenizer
 from engine.model.parameter_count import check_parameters
 from engine.model.projection import load_projection
 from engine.model.quantisation import Wanted
@@ -114,6 +115,8 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     place = find(config.model, config.revision, config.hf_token)
     pipeline = read_folder(laid_out(place))
     path = pipeline.transformer
+    if not config.skip_tokenizer_init and config.tokenizer is None and (why := lacks_tokenizer(path)):
+        raise ModelLoadError(why)
     hf_config = read(path)
     spec = build_spec(hf_config)
     scheme = stored_scheme(hf_config)

@@ -101,12 +101,14 @@ def quantise_checkpoint(
         shard_bytes: how large a file of weights may become, unless it holds a single tensor.
 
     Raises:
-        ConfigError: the folder holds something already, or cannot be written.
+        ConfigError: the folder is a file, holds something already, or cannot be written.
         ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, has few bits already, or no matrix that
             the format has a place for.
     """
     folder = folder.expanduser().absolute()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. Name a folder that is not there yet.")
+    if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already, and not empty. Name a folder that is not there yet.")
     root = locate(model, revision, hf_token)
     path = read_folder(root).transformer

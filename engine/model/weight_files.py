@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -95,6 +98,22 @@ class Checkpoint:
         return None
 
     @property
+    def stored_bytes(self) -> dict[str, int]:
+        """How many bytes are stored in each format, the most first: ggml's formats of a GGUF file; of others the
+        scheme's title, and for plain tensors safetensors' words."""
+        if self.files[0].suffix == SUFFIX:
+            return stored_formats(self.files[0])
+        sizes: Counter[str] = Counter()
+        for place in self.names.values():
+            united = self._packed.get(place)
+            for file, key in [place] if united is None else united[1]:
+                stored = self._handles[file].get_slice(key)
+                format = str(stored.get_dtype())
+                title = self.scheme.title if self.scheme is not None and united is not None else format
+                sizes[title] += math.prod(stored.get_shape()) * _bits(format) // 8
+        return dict(sizes.most_common())
+
+    @property
     def num_elements(self) -> int:
         """Numbers in all tensors together."""
         return sum(self.shape(name).numel() for name in self.names)
@@ -140,7 +159,7 @@ class Checkpoint:
         if place not in self._packed:
             return self._read(place, dtype)
         packed, parts = self._packed[place]
-        return packed.decode(*(self._read(part) for part in parts))
+        return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
         """What of ours a matrix of few bits is, but for the rounding of minima; None for nothing."""
@@ -169,7 +188,7 @@ class Checkpoint:
                 return self._handles[place[0]].quantised(place[1])  # type: ignore[no-any-return]
         packed, parts = self._packed[place]
         assert packed.quantised is not None
-        return packed.quantised(*(self._read(part) for part in parts))
+        return packed.quantised(*self._read_parts(parts))
 
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor."""
@@ -184,10 +203,32 @@ class Checkpoint:
             tensor: Tensor = handle.get_tensor(key)
         return tensor
 
+    def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
+        """What a matrix is stored as: its numbers first, then scales and what else belongs to them.
+
+        Raises:
+            ModelLoadError: scales are not finite, which would be noticed in answers alone.
+        """
+        for number, (file, key) in enumerate(places):
+            tensor = self._read((file, key))
+            if number and tensor.is_floating_point() and tensor.numel():
+                wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch has no aminmax of 8 bits
+                if not all(bool(end.isfinite()) for end in wide.aminmax()):  # which a NaN is both of
+                    raise ModelLoadError(
+                        f"{file}: {key} of a quantised matrix holds numbers that are not finite. Download it again."
+                    )
+            yield tensor
+
     def _slice(self, name: str) -> Any:
         file, key = self.names[name]
         with _readable(file):
             return self._handles[file].get_slice(key)
+
+
+def _bits(format: str) -> int:
+    """Of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
+    found = re.search(r"\d+", format)
+    return 8 if found is None else int(found[0])  # BOOL
 
 
 def _opened(file: Path, stack: ExitStack) -> Any:

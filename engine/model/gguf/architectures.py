@@ -70,12 +70,20 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
     parts = file.metadata.get("split.count", 0)
+    if "imatrix" in (kind, metadata.architecture):
+        raise UnsupportedModelError(
+            f"{file.path} holds an importance matrix (imatrix), which quantisers read, and no model. Name the model's "
+            "own file."
+        )
     if kind != "model":
         raise UnsupportedModelError(f"{file.path} holds no model: its general.type is {ascii(kind)[:80]}.")
     if isinstance(parts, int) and parts > 1:
         raise UnsupportedModelError(
             f"{file.path} is one of {parts} files of a model. Join them: llama-gguf-split --merge FIRST WHOLE."
         )
+    if not file.tensors:
+        held = "a vocabulary and no weights" if "tokenizer.ggml.tokens" in file.metadata else "no tensors"
+        raise UnsupportedModelError(f"{file.path} holds {held}. Name the model's own file.")
     architecture = _ARCHITECTURES.get(metadata.architecture)
     if architecture is None:
         raise UnsupportedModelError(
@@ -127,6 +135,7 @@ def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms")
             f"{len(metadata.file.tensors)} tensors. Download it again."
         )
     metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
+    metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
     metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
     ending = "layer_norm_rms_epsilon" if norm == "rms" else "layer_norm_epsilon"
     return {

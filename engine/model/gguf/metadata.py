@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.gguf.container import Gguf
 
-_HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned", "attention.causal")
+_HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
 """Of an architecture's settings those that change nothing, or that tensors tell better."""
 
 

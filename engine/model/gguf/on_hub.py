@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from engine.errors import ModelLoadError
-from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.folder import PART, SUFFIX
 
 _NAMED = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([^\\]+{re.escape(SUFFIX)}))")
-_PART = re.compile(r"-\d{5}-of-(\d{5})$")
 _SHOWN = 12
 
 
@@ -36,7 +35,7 @@ def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
     found = sorted(name for name in names if _is_model(name) and _means(wanted, name))
     if not found:
         return None
-    if parts := next((part[1] for name in found if (part := _PART.search(_stem(name)))), None):
+    if parts := next((part[1] for name in found if (part := PART.search(_stem(name)))), None):
         raise ModelLoadError(
             f"{repository} holds {found[0]} as {int(parts)} files. Download them, and join them first: "
             "llama-gguf-split --merge FIRST WHOLE."

@@ -24,6 +24,7 @@ _ENDS = frozenset(
 )  # fmt: skip
 """Control tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it: most files name one end."""
 _TEXT_ROLES = ("bos", "eos", "unk", "pad")
+_SPLIT = "tokenizer.ggml.pre"
 _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -95,8 +96,12 @@ def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
     name = _split_name(file)
     split = splitter(name)
     if split is None:
+        said = file.metadata.get(_SPLIT)
         raise _unsupported(
-            file, f"it splits texts by {ascii(name)[:80]} (tokenizer.ggml.pre), which is not known exactly"
+            file,
+            f"it does not say how texts are split ({_SPLIT} is absent)"
+            if said is None
+            else f"it splits texts by {ascii(said)[:80]} ({_SPLIT}), which is not known exactly",
         )
     merges = [merge.split(" ") for merge in _texts(file, "merges")]
     if not merges or any(len(merge) != 2 for merge in merges):
@@ -229,7 +234,7 @@ def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) 
 
 
 def _split_name(file: Gguf) -> str | None:
-    name = file.metadata.get("tokenizer.ggml.pre")
+    name = file.metadata.get(_SPLIT)
     return name if isinstance(name, str) else None
 
 

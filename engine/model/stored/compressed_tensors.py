@@ -86,6 +86,12 @@ class CompressedTensors(Scheme):
         shape = tensors.read(expect(tensors, f"{module}.weight_shape", (2,), formats=WHOLE))
         outputs, inputs = (int(n) for n in shape)
         words = matrix_shape(tensors, name, "I32")
+        if not self._bits:
+            raise UnsupportedModelError(
+                f"config_groups of the config's quantization_config should say how many bits weights have (num_bits of "
+                f"weights, 1 to 8), but no group does, and {tensors.path} holds {name}. Use the checkpoint's own "
+                "config.json."
+            )
         fitting = [bits for bits in self._bits if words == (outputs, -(-inputs * bits // 32))]
         if not fitting:
             raise ModelLoadError(
