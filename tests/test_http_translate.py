@@ -34,6 +34,12 @@ def marian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield api
 
 
+@pytest.fixture(scope="module")
+def plbart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with serving("plbart", tmp_path_factory.mktemp("plbart")) as api:
+        yield api
+
+
 def translate(api: Api, **body: Any) -> dict[str, Any]:
     answer = api.post("/translate", **body)
     assert answer.status_code == 200, answer.text
@@ -101,6 +107,25 @@ def test_a_model_whose_input_names_the_target(small100: Api) -> None:
     assert "leave it out" in small100.refused(**asked, src_lang="en")["message"]
     assert small100.refused(**(asked | {"prompt": [5, 6]}))["param"] == "tgt_lang"
     assert small100.refused("/translate", q="sea", source="xx", target="de")["param"] == "source"
+
+
+@pytest.mark.slow
+def test_a_model_whose_decoder_begins_with_the_target(plbart: Api) -> None:
+    """PLBART, although its configs begin answers with EOS, or name no start."""
+    one, found = plbart.checkpoint, set()
+    for source, target in (("java", "en_XX"), ("python", "java")):
+        one.tokenizer.src_lang = f"__{source}__"
+        code = one.tokenizer.lang_code_to_id[f"__{target}__"]
+        (answer,) = one.generate(one.encode(TEXTS[0]), decoder_start_token_id=code, num_beams=1, max_new_tokens=MOST)
+        wanted = one.text(answer).strip()
+        assert translate(plbart, q=TEXTS[0], source=source, target=target) == {"translatedText": wanted}
+        named = {"prompt": TEXTS[0], "src_lang": source, "tgt_lang": target}
+        body = plbart.complete(**named, temperature=0, max_tokens=MOST, return_token_ids=True)
+        assert body["choices"][0]["token_ids"] == answer
+        found.add(wanted)
+    assert len(found) == 2
+    error = plbart.refused(**named, decoder_start_token_id=2)
+    assert "both say what the decoder begins with" in error["message"]
 
 
 @pytest.mark.slow
