@@ -21,6 +21,7 @@ from engine.execution.whole_prompts import FlashFacts, look_at_flash
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
 from engine.host.folders import check_private
+from engine.images import steps_for
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
@@ -173,6 +174,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     abilities = find_abilities(hf_config, spec, pipeline)
+    steps_for(spec.signal, path)
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)

@@ -19,6 +19,7 @@ from engine.audio.languages import language_code, language_name
 from engine.audio.resampling import Resampler
 from engine.audio.transcribing import segments_of
 from engine.interface.outputs import SpeechInfo
+from server.answering.sound import find_log_mel
 
 
 def sound(seconds: float, rate: int = 16_000, seed: int = 0) -> np.ndarray:
@@ -99,6 +100,10 @@ def test_other_preparations_are_refused(wrong: dict[str, Any], word: str, tmp_pa
     file.unlink()
     with pytest.raises(ModelLoadError, match="cannot be read"):
         load_log_mel(tmp_path)
+    told = find_log_mel(str(tmp_path))  # to clients, whom the server's paths do not concern
+    assert isinstance(told, str)
+    assert told.startswith("preprocessor_config.json cannot be read")
+    assert str(tmp_path) not in told
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000, 16_000, 96_000])

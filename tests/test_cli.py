@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.image_text import make_image_model
 from support.service import PATIENCE, ROOT, environment
 
 from cli.commands import COMMANDS, SYNONYMS
@@ -248,3 +249,17 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
     assert main(["models", "no/such-model"]) == 1
     assert "no/such-model" in capsys.readouterr().err
+
+
+def test_models_reads_the_preprocessor_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that would end `octavo serve` at its start is told here, too."""
+    folder = make_image_model("vit", tmp_path).path
+    assert main(["models", str(folder)]) == 0
+    assert f"Serve it: octavo serve {folder}" in capsys.readouterr().out
+    for values, problem in (
+        ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; implemented"),
+        ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, and the model reads 24 x 24"),
+    ):
+        (folder / "preprocessor_config.json").write_text(json.dumps(values))
+        assert main(["models", str(folder)]) == 1
+        assert problem in capsys.readouterr().err

@@ -217,6 +217,10 @@ def test_unknown_fields_are_ignored_and_reported() -> None:
         ({"smoothing_curve": 2}, "smoothing_curve"),
         ({"epsilon_cutoff": 3}, "epsilon_cutoff"),
         ({"mirostat": False}, "mirostat"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
     ],
 )
 def test_other_ways_to_sample_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -235,6 +239,7 @@ def test_other_ways_to_sample_that_are_off_are_accepted() -> None:
         "sampler_seq": None, "dynatemp_range": 0, "dynatemp_exponent": 1.5, "dynamic_temperature": False,
         "dynatemp_low": 0.5, "dynatemp_high": 2, "tfs_z": 1, "tfs": 1.0, "top_a": 0, "smoothing_factor": 0.0,
         "smoothing_curve": 2, "epsilon_cutoff": 0, "eta_cutoff": 0, "temperature_last": False,
+        "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0.0, "guidance_scale": 1,
     }  # fmt: skip
     api = Api()
     answer = api.complete(prompt="a", **off)

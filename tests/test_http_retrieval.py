@@ -249,10 +249,35 @@ def test_info(headless: PoolingApi, classes: PoolingApi, cross: PoolingApi) -> N
 
 
 def test_what_a_model_cannot_do(headless: PoolingApi, classes: PoolingApi) -> None:
-    assert "cannot serve sparse_embed" in refused(headless, "/embed_sparse", inputs="a")
-    assert "cannot serve classify" in refused(headless, "/predict", inputs="a")
+    """The server's paths are in no refusal."""
+    assert refused(headless, "/embed_sparse", inputs="a").startswith("this model cannot serve sparse_embed: ")
+    assert "this model cannot serve classify" in refused(headless, "/predict", inputs="a")
     assert "cannot serve /v1/embeddings" in refused(classes, "/embed", inputs="a")
-    assert "cannot serve token_embed" in refused(classes, "/embed_all", inputs="a")
+    assert "this model cannot serve token_embed" in refused(classes, "/embed_all", inputs="a")
+
+
+def test_what_is_too_long(headless: PoolingApi, classes: PoolingApi, cross: PoolingApi) -> None:
+    """The refusal names the list's item, and the field of that endpoint which would cut it."""
+    long = " ".join(TEXTS * 4)
+    sentences = {"source_sentence": "a", "sentences": ["b", long]}
+    for api, path, body, item, advice in [
+        (headless, "/embed", {"inputs": long}, "inputs[0]", "send truncate: true."),
+        (headless, "/embed", {"inputs": ["a", long]}, "inputs[1]", "send truncate: true."),
+        (headless, "/embed", {"inputs": [[5] * 99]}, "inputs[0]", "send truncate: true."),
+        (headless, "/embed_all", {"inputs": [long]}, "inputs[0]", "send truncate: true."),
+        (classes, "/predict", {"inputs": long}, "inputs[0]", "send truncate: true."),
+        (headless, "/similarity", {"inputs": sentences}, "inputs.sentences[1]", "truncate: true among the parameters."),
+        (cross, "/rerank", {"query": "a", "texts": [long]}, "the pair with texts[0]", "send truncate: true."),
+        (cross, "/rerank", {"query": "a", "documents": [long]}, "the pair with documents[0]", "_prompt_tokens."),
+        (headless, "/v2/embed", {"texts": [long], "truncate": "NONE"}, "texts[0]", "leave truncate out."),
+        (headless, "/v1/embeddings", {"input": [long]}, "the input", "send truncate_prompt_tokens."),
+    ]:
+        answer = api.post(path, **body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        message = error["message"] if isinstance(error, dict) else error
+        assert message.startswith(f"{item} is too long: "), message
+        assert message.endswith(advice), message
 
 
 # ---------------------------------------------------------------- Cohere
@@ -283,14 +308,18 @@ def test_cohere_cuts(headless: PoolingApi) -> None:
     assert cut == vectors(headless, input=long, truncate_prompt_tokens=-1)
     few = headless.ask("/v2/embed", texts=[long], max_tokens=5, output_dimension=8)["embeddings"]["float"]
     assert few == vectors(headless, input=long, truncate_prompt_tokens=5, dimensions=8)
+    count = headless.checkpoint.count(TEXTS[0])
+    (whole,) = headless.ask("/v2/embed", texts=TEXTS[:1], truncate="NONE", max_tokens=count)["embeddings"]["float"]
+    assert whole == vectors(headless, input=TEXTS[0])[0]
     for body, param in [
         ({"texts": [long], "truncate": "NONE"}, "texts"),
+        ({"texts": ["a", TEXTS[0]], "truncate": "NONE", "max_tokens": 3}, "texts"),
         ({"texts": [long], "truncate": "START"}, "truncate"),
         ({"texts": ["a"], "output_dimension": 64}, "output_dimension"),
         ({"texts": ["a"], "output_dimension": 4, "embedding_types": ["binary"]}, "output_dimension"),
         ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types"),
         ({"texts": ["a"], "input_type": "other"}, "input_type"),
-        ({"images": ["data:image/png;base64,AAAA"]}, "input"),
+        ({"images": ["data:image/png;base64,AAAA"]}, "images"),
         ({"images": [""]}, "images"),
         ({"inputs": [{"content": []}]}, "inputs"),
         ({"texts": ["a"], "images": ["b"]}, "texts"),

@@ -206,7 +206,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"language": "klingon"}, "language", "knows no language 'klingon'"),
+        ({"language": "klingon"}, "language", "this model knows no language 'klingon'"),
         ({"response_format": "xml"}, "response_format", "'verbose_json'"),
         ({"temperature": "warm"}, "temperature", "'warm'"),
         ({"temperature": "3"}, "temperature", "less than or equal to 2"),

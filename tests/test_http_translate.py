@@ -11,6 +11,8 @@ import pytest
 from support.text_seq2seq import TEXTS, TextCheckpoint
 from test_http_seq2seq import Api, serving
 
+from server.routes.translate import _further
+
 MOST = 95  # tokens of a translation of these models: the context of 96, less the decoder's start
 
 
@@ -31,6 +33,12 @@ def small100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     with serving("marian", tmp_path_factory.mktemp("marian")) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def plbart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with serving("plbart", tmp_path_factory.mktemp("plbart")) as api:
         yield api
 
 
@@ -74,10 +82,19 @@ def test_alternatives_are_further_beams(m2m100: Api) -> None:
     asked = {"source": "en", "target": "fr", "alternatives": 2, "format": "text"}
     body = translate(m2m100, q=TEXTS[:3], **asked)
     assert body["translatedText"] == [texts[0] for texts in wanted]
-    assert body["alternatives"] == [texts[1:] for texts in wanted]
+    told = [[*dict.fromkeys(texts)][1:] for texts in wanted]
+    assert body["alternatives"] == told
+    assert min(map(len, told)) < 2, "no two beams are the same text"
     alone = translate(m2m100, q=TEXTS[1], **asked)
-    assert alone == {"translatedText": wanted[1][0], "alternatives": wanted[1][1:]}
+    assert alone == {"translatedText": wanted[1][0], "alternatives": told[1]}
     assert "alternatives" not in translate(m2m100, q=TEXTS[1], source="en", target="fr", alternatives=0)
+
+
+def test_alternatives_are_told_once() -> None:
+    """Different tokens may be the same text, and no text is no translation."""
+    assert _further(["a", "b", "a", "", "b", "c"]) == ["b", "c"]
+    assert _further(["", "", "a"]) == ["a"]
+    assert _further(["a"]) == []
 
 
 def test_completions_name_the_same_languages(m2m100: Api) -> None:
@@ -101,6 +118,25 @@ def test_a_model_whose_input_names_the_target(small100: Api) -> None:
     assert "leave it out" in small100.refused(**asked, src_lang="en")["message"]
     assert small100.refused(**(asked | {"prompt": [5, 6]}))["param"] == "tgt_lang"
     assert small100.refused("/translate", q="sea", source="xx", target="de")["param"] == "source"
+
+
+@pytest.mark.slow
+def test_a_model_whose_decoder_begins_with_the_target(plbart: Api) -> None:
+    """PLBART, although its configs begin answers with EOS, or name no start."""
+    one, found = plbart.checkpoint, set()
+    for source, target in (("java", "en_XX"), ("python", "java")):
+        one.tokenizer.src_lang = f"__{source}__"
+        code = one.tokenizer.lang_code_to_id[f"__{target}__"]
+        (answer,) = one.generate(one.encode(TEXTS[0]), decoder_start_token_id=code, num_beams=1, max_new_tokens=MOST)
+        wanted = one.text(answer).strip()
+        assert translate(plbart, q=TEXTS[0], source=source, target=target) == {"translatedText": wanted}
+        named = {"prompt": TEXTS[0], "src_lang": source, "tgt_lang": target}
+        body = plbart.complete(**named, temperature=0, max_tokens=MOST, return_token_ids=True)
+        assert body["choices"][0]["token_ids"] == answer
+        found.add(wanted)
+    assert len(found) == 2
+    error = plbart.refused(**named, decoder_start_token_id=2)
+    assert "both say what the decoder begins with" in error["message"]
 
 
 @pytest.mark.slow
@@ -132,7 +168,8 @@ def test_languages(m2m100: Api) -> None:
         ({"source": "auto"}, "source", "must be told"),
         ({"source": "eng_Latn"}, "source", "does not know the language 'eng_Latn'; it knows"),
         ({"target": "auto"}, "target", "does not know"),
-        ({"format": "html"}, "format", "format must be text"),
+        ({"format": "html"}, "format", "format must be text, got 'html': markup"),
+        ({"format": "xml"}, "format", "format must be text, got 'xml'"),
         ({"q": []}, "q", ""),
         ({"q": ["a", 1]}, None, ""),
         ({"q": "night " * 5000}, "q", "encoder is 96 tokens"),
@@ -179,6 +216,22 @@ def test_forms(m2m100: Api) -> None:
     sent = {"Content-Type": "application/x-www-form-urlencoded"}
     codes = m2m100.http.request("GET", "/languages", content="api_key=none", headers=sent)
     assert codes.json() == m2m100.http.get("/languages").json()
+
+
+def test_forms_of_parts(m2m100: Api) -> None:
+    """As LibreTranslate's web page sends them."""
+    asked = {"q": "Bücher & night = 夜", "source": "en", "target": "de"}
+    sent = asked | {"format": "", "alternatives": "1", "api_key": ""}
+    parts: list[tuple[str, Any]] = [(name, (None, value)) for name, value in sent.items()]
+    answer = m2m100.http.post("/translate", files=parts)
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == translate(m2m100, **asked, alternatives=1)
+    several = m2m100.http.post("/translate", files=[*parts, ("q", (None, TEXTS[0]))]).json()
+    assert several == translate(m2m100, **(asked | {"q": [asked["q"], TEXTS[0]], "alternatives": 1}))
+    for wrong, words in ((parts[1:], "q is required"), ([*parts, ("file", b"sea")], "file is a file")):
+        answer = m2m100.http.post("/translate", files=wrong)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,44 @@ def test_what_a_file_leaves_out(kind: str, tmp_path: Path) -> None:
     assert np.abs(preprocess(image, steps) - reference(image, return_tensors="np")["pixel_values"][0]).max() <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ["vit", "deit", "clip", "siglip"])
+@pytest.mark.parametrize("named", ["model_type", "image_processor_type"])
+def test_a_file_without_a_class(kind: str, named: str, tmp_path: Path) -> None:
+    """It is the one that config.json names, or that of the model's type."""
+    config = transformers.AutoConfig.for_model(kind)
+    if named == "image_processor_type":
+        kind = "deit" if kind == "vit" else "vit"
+        config.image_processor_type = {"deit": "DeiTImageProcessor", "vit": "ViTImageProcessor"}[kind]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": true, "image_mean": [0.1, 0.2, 0.3]}')
+    steps = read_preprocessing(tmp_path)
+    assert steps is not None
+    reference = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    assert type(reference).__name__.lower() == f"{kind}imageprocessorpil"
+    image = picture(260, 300)
+    assert np.abs(preprocess(image, steps) - reference(image, return_tensors="np")["pixel_values"][0]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT", "CLIP"])
+@pytest.mark.parametrize("switch", ["do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_pad"])
+def test_a_switch_that_is_null_is_off(kind: str, switch: str, tmp_path: Path) -> None:
+    values = {"image_processor_type": f"{kind}ImageProcessor", switch: None}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    steps = read_preprocessing(tmp_path)
+    assert steps is not None
+    reference: Any = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
+    expected = reference(picture(260, 300), return_tensors="np")["pixel_values"][0]
+    found = preprocess(picture(260, 300), steps)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
         ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; implemented"),
-        ({}, "image_processor_type is ''"),
+        ({}, "names no image_processor_type, and the model_type of config.json is None"),
+        ({"image_processor_type": "Siglip2ImageProcessor"}, "image_processor_type is 'Siglip2ImageProcessor'"),
         ({"image_processor_type": "ViTImageProcessor", "do_pad": True}, "do_pad is true"),
         ({"image_processor_type": "ViTImageProcessor", "do_resize": 1}, "do_resize must be true or false; got 1"),
         ({"image_processor_type": "ViTImageProcessor", "size": {"longest_edge": 3}}, "size must be a number of pixels"),

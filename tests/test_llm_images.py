@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from support.image_text import LABELS, ImageModel, make_image_model, picture
@@ -92,6 +93,9 @@ def test_classes_of_images(classifier: tuple[ImageModel, LLM]) -> None:
     [
         (np.zeros((4, 4), np.uint8), r"shape \[height, width, 3\] and the type uint8, got \[4, 4\] of uint8"),
         (np.zeros((4, 4, 3), np.float32), r"got \[4, 4, 3\] of float32"),
+        (np.zeros((0, 5, 3), np.uint8), "no pixels: it is 5 x 0"),
+        (np.zeros((5, 0, 3), np.uint8), "no pixels: it is 0 x 5"),
+        (PIL.Image.new("RGB", (7, 0)), "no pixels: it is 7 x 0"),
     ],
 )
 def test_arrays_that_are_no_images(classifier: tuple[ImageModel, LLM], array: Any, problem: str) -> None:

@@ -47,6 +47,7 @@ LOADED = {
     "t5": "T5Tokenizer",
     "bart": "RobertaTokenizer",
     "mbart50": "MBart50Tokenizer",
+    "plbart": "PLBartTokenizer",
     "marian": "MarianTokenizer",
     "fsmt": "FSMTTokenizer",
 }

@@ -125,20 +125,20 @@ class Asking:
     def __init__(self, info: EngineInfo, wanted: Transcription):
         if info.speech is None or info.decoder_start_token_id is None:
             raise InvalidRequestError(
-                f"{info.model} is no speech model: its generation_config.json names no no_timestamps_token_id.",
+                "this model is no speech model: its generation_config.json names no no_timestamps_token_id.",
                 param="model",
                 code="unsupported_endpoint",
             )
         self.wanted, self._info, self._speech = wanted, info, info.speech
         self._start = info.decoder_start_token_id
-        check_task(self._speech, wanted, info.model)
+        check_task(self._speech, wanted)
         if wanted.word_timestamps:
-            check_alignment(self._speech, info.model)
+            check_alignment(self._speech)
         room = info.max_model_len // 2 - 1
         self._before: list[int] = []
         if len(wanted.prompt):
             if self._speech.prompt_id is None:
-                message = f"the generation_config.json of {info.model} names no prev_sot_token_id, which prompts need."
+                message = "this model's generation_config.json names no prev_sot_token_id, which prompts need."
                 raise InvalidRequestError(message, param="prompt", code="unsupported_parameter")
             self._before = [self._speech.prompt_id, *wanted.prompt[-room:]]
 
@@ -234,7 +234,7 @@ class Asking:
         return Question(begin, params)
 
 
-def check_task(speech: SpeechInfo, wanted: Transcription, model: str) -> None:
+def check_task(speech: SpeechInfo, wanted: Transcription) -> None:
     """Refuse a language or a task that the model does not know.
 
     Raises:
@@ -243,14 +243,14 @@ def check_task(speech: SpeechInfo, wanted: Transcription, model: str) -> None:
     languages = speech.languages or ("en",)  # a model for one language is one for English
     if wanted.language is not None and wanted.language not in languages:
         known = ", ".join(sorted(languages))
-        message = f"{model} knows no language {wanted.language!r}. Languages: {known}."
+        message = f"this model knows no language {wanted.language!r}. Languages: {known}."
         raise InvalidRequestError(message, param="language", code="invalid_value")
     if wanted.task == "translate" and "translate" not in speech.tasks:
-        message = f"{model} does not translate: its generation_config.json names no task translate."
+        message = "this model does not translate: its generation_config.json names no task translate."
         raise InvalidRequestError(message, param="model", code="unsupported_endpoint")
 
 
-def check_alignment(speech: SpeechInfo, model: str, param: str = "word_timestamps") -> None:
+def check_alignment(speech: SpeechInfo, param: str = "word_timestamps") -> None:
     """Refuse times of words for a model that does not say which heads tell them.
 
     Raises:
@@ -258,8 +258,8 @@ def check_alignment(speech: SpeechInfo, model: str, param: str = "word_timestamp
     """
     if speech.alignment is None:
         raise InvalidRequestError(
-            f"{param}: the times of words are read from alignment_heads, and of {model} {speech.no_alignment}. Ask for "
-            "segments, or correct the file: the published ones of Whisper list these heads.",
+            f"{param}: the times of words are read from alignment_heads, and of this model {speech.no_alignment}. Ask "
+            "for segments, or correct the file: the published ones of Whisper list these heads.",
             param=param,
             code="unsupported_parameter",
         )

@@ -123,6 +123,8 @@ def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if not width * height:
+        raise _refused(f"the image has no pixels: it is {width} x {height}.")
     if width * height > max_pixels:
         raise _too_many_pixels(f"{width} x {height} pixels", max_pixels)
 

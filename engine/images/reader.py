@@ -11,24 +11,27 @@ from engine.errors import InvalidRequestError, UnsupportedModelError
 from engine.images.decoding import MAX_PIXELS, check_pixels, rgb
 from engine.images.preprocessing import preprocess
 from engine.images.settings import FILES, Preprocessing, read_preprocessing
-from engine.interface.outputs import EngineInfo
+from engine.interface.outputs import EngineInfo, SignalInfo
 from engine.interface.request import PixelInput
 from engine.interface.values import brief
 
 
-def steps_for(info: EngineInfo) -> Preprocessing | None:
+def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
     """How images are made ready for a model; None for one that reads none, or does not say how.
+
+    Args:
+        signal: what the model reads that is no token ids.
+        folder: of the checkpoint.
 
     Raises:
         UnsupportedModelError: a setting that is not implemented, or images of another size than the model reads.
     """
-    if info.signal is None or info.signal.kind != "image" or info.signal.shape[0] != 3:
+    if signal is None or signal.kind != "image" or signal.shape[0] != 3:
         return None
-    folder = Path(info.model_path)
     steps = read_preprocessing(folder)
-    if steps is None or steps.output in (None, info.signal.shape[1:]):
+    if steps is None or steps.output in (None, signal.shape[1:]):
         return steps
-    made, read = (" x ".join(map(str, size)) for size in (steps.output, info.signal.shape[1:]))
+    made, read = (" x ".join(map(str, size)) for size in (steps.output, signal.shape[1:]))
     raise UnsupportedModelError(
         f"{folder}: the preprocessor makes images of {made} pixels, and the model reads {read}. Positions of other "
         "sizes are not interpolated: correct size or crop_size of preprocessor_config.json."
@@ -44,11 +47,11 @@ def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
     if steps is not None:
         return steps
     if info.signal is None or info.signal.kind != "image":
-        why, code = f"{info.model} reads no images", "unsupported_input"
+        why, code = "this model reads no images", "unsupported_input"
     elif info.signal.shape[0] != 3:
-        why, code = f"{info.model} reads images of {info.signal.shape[0]} channels, not of three", "no_preprocessor"
+        why, code = f"this model reads images of {info.signal.shape[0]} channels, not of three", "no_preprocessor"
     else:
-        why, code = f"{info.model} has no {FILES[0]}, which says how its images are made ready", "no_preprocessor"
+        why, code = f"this model has no {FILES[0]}, which says how its images are made ready", "no_preprocessor"
     raise InvalidRequestError(f"{why}.", param="input", code=code)
 
 
@@ -66,7 +69,7 @@ class ImageReader:
 
     def __init__(self, info: EngineInfo):
         self._info = info
-        self._steps = steps_for(info)
+        self._steps = steps_for(info.signal, Path(info.model_path))
 
     def read(self, image: Any) -> PixelInput:
         """An image of PIL's, an array [height, width, 3] of uint8, or a `PixelInput`, which is taken as it is.

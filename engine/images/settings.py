@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ _CLASSES: dict[str, dict[str, Any]] = {
         "size": {"height": 224, "width": 224}, "resample": _BICUBIC, "image_mean": _STANDARD, "image_std": _STANDARD,
     },
 }  # fmt: skip
+_NAME = re.compile(rf"({'|'.join(_CLASSES)})(ImageProcessor|FeatureExtractor)(Fast|Pil)?")
 # Those of them that take a size of one number for the shorter side.
 _SHORTEST = ("CLIP",)
 _MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_normalize": True, "do_pad": False}
@@ -79,23 +81,15 @@ def read_preprocessing(folder: Path) -> Preprocessing | None:
             values = _read(file)
             own: Any = values.get("image_processor") if name == FILES[1] else values
             if isinstance(own, dict):
-                return parse(own, file)
+                return _parse(own, file)
     return None
 
 
-def parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
-    """The settings of such a file.
-
-    Raises:
-        UnsupportedModelError: as `read_preprocessing`.
-    """
-    kind = values.get("image_processor_type") or values.get("feature_extractor_type") or ""
-    known = next((name for name in _CLASSES if isinstance(kind, str) and kind.startswith(name)), None)
-    if known is None or "Hybrid" in kind:
-        raise UnsupportedModelError(
-            f"{file}: image_processor_type is {kind!r}; implemented are the image processors of {', '.join(_CLASSES)}."
-        )
-    settings = _Settings(_MEANT | _CLASSES[known] | {k: v for k, v in values.items() if v is not None}, file)
+def _parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
+    known = _class_of(values, file)
+    given = {name: value for name, value in values.items() if value is not None}
+    off = {name: False for name in _MEANT if name in values}  # a switch that is null is off
+    settings = _Settings(_MEANT | _CLASSES[known] | off | given, file)
     if settings.switch("do_pad"):
         raise UnsupportedModelError(f"{file}: do_pad is true, which is not implemented.")
     normalizes = settings.switch("do_normalize")
@@ -107,6 +101,30 @@ def parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
         mean=settings.channels("image_mean") if normalizes else None,
         std=settings.channels("image_std") if normalizes else None,
     )
+
+
+def _class_of(values: Mapping[str, Any], file: Path) -> str:
+    """The class's beginning; as in `transformers`, that of the model's type where the file names none."""
+    known = ", ".join(_CLASSES)
+    kind = values.get("image_processor_type") or values.get("feature_extractor_type")
+    if not kind:
+        config = file.with_name("config.json")
+        model = _read(config) if config.is_file() else {}
+        kind, model_type = model.get("image_processor_type"), model.get("model_type")
+        if not kind:
+            found = next((name for name in _CLASSES if model_type == name.lower()), None)
+            if found is None:
+                raise UnsupportedModelError(
+                    f"{file} names no image_processor_type, and the model_type of config.json is {model_type!r}; "
+                    f"implemented are the image processors of {known}."
+                )
+            return found
+    named = _NAME.fullmatch(kind) if isinstance(kind, str) else None
+    if named is None:
+        raise UnsupportedModelError(
+            f"{file}: image_processor_type is {kind!r}; implemented are the image processors of {known}."
+        )
+    return named[1]
 
 
 class _Settings:

@@ -158,7 +158,7 @@ def _read_signal(
         signal = signal.copy()
     if signal.shape != wanted.shape:
         raise InvalidRequestError(
-            f"{info.model} reads {_KINDS[kind]} as numbers of shape {list(wanted.shape)}, got {list(signal.shape)}: "
+            f"this model reads {_KINDS[kind]} as numbers of shape {list(wanted.shape)}, got {list(signal.shape)}: "
             "its preprocessor makes them.",
             param=param,
             code="invalid_value",
@@ -216,7 +216,7 @@ def read_boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...
     name = "bbox"
     if not info.boxes:
         raise InvalidRequestError(
-            f"{info.model} reads no boxes: leave {name} out.", param=name, code="unsupported_parameter"
+            f"this model reads no boxes: leave {name} out.", param=name, code="unsupported_parameter"
         )
     if not isinstance(boxes, Sequence) or isinstance(boxes, (str, bytes)):
         raise InvalidRequestError(f"{name} must be a list of boxes, got {brief(boxes)}.", param=name)
@@ -289,7 +289,7 @@ def _wrong_kind(input: object, info: EngineInfo, param: str) -> InvalidRequestEr
         kind = "an encoder-decoder model"
     name = "list of token ids" if isinstance(input, Sequence) else type(input).__name__
     return InvalidRequestError(
-        f"{info.model} is {kind} and takes {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
+        f"this model is {kind} and takes {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
     )
 
 

@@ -254,7 +254,7 @@ def check_task(info: EngineInfo, task: Task) -> None:
         else:
             lacks = _LACKS[task]
         raise InvalidRequestError(
-            f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
+            f"this model cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",
             code="unsupported_task",
         )

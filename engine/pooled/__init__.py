@@ -251,7 +251,7 @@ def check_scores(info: EngineInfo) -> None:
         else "it gives neither vectors to compare nor one score for a pair"
     )
     raise InvalidRequestError(
-        f"{info.model} cannot serve score: {lacks}. It serves {', '.join(info.tasks)}.",
+        f"this model cannot serve score: {lacks}. It serves {', '.join(info.tasks)}.",
         param="task",
         code="unsupported_task",
     )

@@ -22,12 +22,15 @@ class Languages:
     Attributes:
         ids: token id by the language's code; empty where the tokenizer knows none.
         place: of the language's token in an input: 0, or -1 for its end.
+        starts: the decoder begins with the target's token, which in other models it writes first. Only PLBART has codes
+            between lines behind the text (`__java__`), so that these tell.
         marked_side: which language that token names: the text's own, or the one that it is to be translated to.
         pair: source and target of a model that translates nothing else, and needs no tokens for them.
     """
 
     ids: Mapping[str, int] = field(default_factory=dict)
     place: int = 0
+    starts: bool = False
     marked_side: Literal["source", "target"] = "source"
     pair: tuple[str, str] | None = None
 
@@ -41,12 +44,11 @@ class Languages:
                 has no place for languages.
         """
         found = ((_CODE.fullmatch(text), token) for text, token in special.items())
-        ids = {code["bare"] or code["framed"]: token for code, token in found if code is not None}
-        ids = dict(sorted(ids.items()))
-        known = set(ids.values())
+        codes = {token: code for code, token in found if code is not None}
+        ids = dict(sorted((code["bare"] or code["framed"], token) for token, code in codes.items()))
         for place in (0, -1):
-            if frame and frame[place] in known:
-                return cls(ids, place)
+            if frame and frame[place] in codes:
+                return cls(ids, place, starts=place == -1 and codes[frame[place]]["framed"] is not None)
         return cls()
 
     def id(self, language: str, param: str) -> int:

@@ -19,6 +19,7 @@ from server.errors import ApiError
 Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
 Boxes = Sequence[list[list[int]] | None]  # of each input those of its tokens, [left, upper, right, lower]; None: zeros
 
+ADVICE = "send truncate_prompt_tokens"  # to who sent a text that is too long
 _AT_ONCE = 64  # texts between two looks at whether the client is still there
 
 
@@ -40,15 +41,14 @@ async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, P
     """The images among the inputs, by their places, as the engine takes them.
 
     Raises:
-        ApiError: the model reads no images.
-        InvalidRequestError: one cannot be read.
+        InvalidRequestError: the model reads no images, or one cannot be read.
     """
     found = {place: item for place, item in enumerate(inputs) if isinstance(item, Image)}
     if not found:
         return {}
     if service.images is None:
         message = f"{service.model_id} reads no images: send text or token ids."
-        raise ApiError(400, message, param="input", code="unsupported_input")
+        raise InvalidRequestError(message, param="input", code="unsupported_input")
     read = await service.images.read([str(image) for image in found.values()])
     return dict(zip(found, read, strict=True))
 
@@ -64,6 +64,7 @@ async def encode_all(
     truncate: int | None = None,
     marker: int | None = None,
     may_be_empty: bool = False,
+    advice: str = ADVICE,
 ) -> list[Encoding]:
     """Texts as the model reads them, in their order; they are tokenised in a thread.
 
@@ -74,13 +75,14 @@ async def encode_all(
         truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
         marker: a token that stands after the first one of each.
         may_be_empty: texts without any token are no mistake.
+        advice: what to do about one that is too long, besides to shorten it.
 
     Raises:
         ApiError: there is no tokenizer, or a text has more tokens than the model takes and is not to be cut.
     """
     tokenizer = need_tokenizer(service, param)
     limit = service.client.info.max_model_len
-    reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, marker, may_be_empty)
+    reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, marker, may_be_empty, advice)
     found: list[Encoding] = []
     named: Sequence[int | None] = places or ([None] if len(texts) == 1 else range(len(texts)))
     for start in range(0, len(texts), _AT_ONCE):
@@ -100,6 +102,7 @@ async def read_inputs(
     marker: int | None = None,
     most: int | None = None,
     boxes: Boxes | None = None,
+    advice: str = ADVICE,
 ) -> list[TokenInput]:
     """Texts or lists of token ids as the engine takes them.
 
@@ -108,6 +111,7 @@ async def read_inputs(
         marker: a token that stands after the first one of each text.
         most: texts are cut to so many tokens, too.
         boxes: see `check_boxes`.
+        advice: see `encode_all`.
 
     Raises:
         ApiError: as `encode_all`; or there are ids outside the vocabulary, or boxes outside the page.
@@ -115,7 +119,9 @@ async def read_inputs(
     _need_vocabulary(service, param)
     texts = {place: prompt + item for place, item in enumerate(given) if isinstance(item, str)}
     ids = {place: item for place, item in enumerate(given) if not isinstance(item, str)}
-    found = await asyncio.to_thread(read_ids, service, ids, param, truncate, boxes, alone=len(given) == 1)
+    found = await asyncio.to_thread(
+        read_ids, service, ids, param, truncate, boxes, alone=len(given) == 1, advice=advice
+    )
     if texts:
         read = await encode_all(
             service,
@@ -125,6 +131,7 @@ async def read_inputs(
             add_special_tokens=add_special_tokens,
             truncate=truncate if most is None else most,
             marker=marker,
+            advice=advice,
         )
         for (place, text), encoding in zip(texts.items(), read, strict=True):
             found[place] = token_input(encoding, service.client.info, text)
@@ -139,6 +146,7 @@ def read_ids(
     boxes: Boxes | None = None,
     *,
     alone: bool,
+    advice: str = ADVICE,
 ) -> dict[int, TokenInput]:
     """Token ids as the engine takes them, by their places among the request's inputs.
 
@@ -156,7 +164,8 @@ def read_ids(
         side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
         found = Encoding.of_ids(ids, truncate, side)
         if len(found.ids) > info.max_model_len:
-            raise too_long(param, None, None if alone else place, f"{len(found.ids)} tokens", info.max_model_len)
+            length, alone_at = f"{len(found.ids)} tokens", None if alone else place
+            raise too_long(param, None, alone_at, length, info.max_model_len, advice)
         try:
             kept = boxes_of(boxes[place] if boxes else None, len(ids), info, truncate, side)
         except InvalidRequestError as problem:
@@ -223,12 +232,19 @@ def _need_vocabulary(service: Service, param: str) -> None:
         raise ApiError(400, message, param=param, code="unsupported_input")
 
 
-def too_long(param: str, name: str | None, place: int | None, length: str, longest: int) -> ApiError:
-    """The refusal of an input, the one at `place` of a list; `name` may say what it is called."""
-    called = name or f"the {param}" if place is None else f"{name or param}[{place}]"
+def too_long(
+    param: str, name: str | None, place: int | None, length: str, longest: int, advice: str = ADVICE
+) -> ApiError:
+    """The refusal of an input, the one at `place` of a list; `name` may say what it is called, and `advice` what to do
+    instead of shortening it."""
+    called = name or f"the {param}"
+    if place is None and called.endswith("s"):
+        place = 0  # of a list of one
+    if place is not None:
+        called = f"{name or param}[{place}]"
     message = (
         f"{called} is too long: it has {length}, and this model takes at most {longest} (max_model_len). Shorten it, "
-        "or send truncate_prompt_tokens."
+        f"or {advice}."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -246,6 +262,7 @@ class _Reader:
         truncate: int | None,
         marker: int | None,
         may_be_empty: bool,
+        advice: str,
     ):
         self._tokenizer = tokenizer
         self._longest = longest
@@ -255,6 +272,7 @@ class _Reader:
         self._truncate = truncate
         self._marker = marker
         self._may_be_empty = may_be_empty
+        self._advice = advice
 
     def read(self, texts: Sequence[Text], places: Sequence[int | None]) -> list[Encoding]:
         """These texts, with their places among the request's; None: it has no other."""
@@ -267,7 +285,7 @@ class _Reader:
             first, *second, add_special_tokens=self._special, max_length=self._truncate, marker=self._marker
         )
         if len(found.ids) > self._longest:
-            raise too_long(self._param, self._name, place, f"{len(found.ids)} tokens", self._longest)
+            raise too_long(self._param, self._name, place, f"{len(found.ids)} tokens", self._longest, self._advice)
         if not found.ids and not self._may_be_empty:
             where = "" if place is None else f"[{place}]"
             message = f"{self._param}{where} has no tokens: the tokenizer makes nothing of it."
@@ -285,8 +303,8 @@ class _Reader:
         size, count = beyond
         if count <= 2 * wanted:
             length = f"{len(text)} characters, more than the {size} that can make {wanted} tokens"
-            raise too_long(self._param, self._name, place, length, self._longest)
+            raise too_long(self._param, self._name, place, length, self._longest, self._advice)
         if self._truncate is not None:
             return text[-size:] if left else text[:size]
         length = f"more than {count} tokens in the first {size} of its {len(text)} characters"
-        raise too_long(self._param, self._name, place, length, self._longest)
+        raise too_long(self._param, self._name, place, length, self._longest, self._advice)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
@@ -37,7 +38,7 @@ class ImageReading:
 
     def __init__(self, info: EngineInfo, settings: ServerSettings, workers: WorkerPool | None = None):
         self._info = info
-        self._steps = steps_for(info)
+        self._steps = steps_for(info.signal, Path(info.model_path))
         self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
         self._max_pixels = settings.max_image_pixels
         self._memory = max(MEMORY, PIXEL_BYTES * self._max_pixels)

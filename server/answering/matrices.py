@@ -87,7 +87,7 @@ class _Whole(Room):
     """The room of a conversation that is one input."""
 
     def refusal(self, length: str) -> ApiError:
-        return too_long(self.param, None, None, f"{length} tokens", self.tokens)
+        return too_long(self.param, "the conversation", None, f"{length} tokens", self.tokens)
 
 
 @dataclass(slots=True)
@@ -149,6 +149,7 @@ class MatrixRun(PoolingRun):
                 prompt=self.prompt,
                 marker=side.marker,
                 most=side.limit(self.truncate),
+                advice=self.advice,
                 boxes=self.body.bbox,  # a model that reads boxes reads no images
             )
         if self.texts and params.task == "embed":  # vectors of tokens leave none out

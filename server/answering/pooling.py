@@ -32,6 +32,7 @@ from engine import (
     TokenInput,
     parse_bytes,
 )
+from server.answering.encoding import ADVICE
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
 from server.answering.terms import DeadlineError, Terms, read_terms
@@ -80,6 +81,7 @@ class PoolingRun(ABC):
     answers. If the client leaves, one input fails or the service stops, what still runs is aborted.
 
     Attributes:
+        advice: what a client may do about a text that is too long, besides to shorten it.
         request_id: of the answer: `id_prefix`, and a random part.
         created: Unix seconds.
         num_tokens: of all inputs, once they are known.
@@ -88,6 +90,7 @@ class PoolingRun(ABC):
     """
 
     id_prefix: ClassVar[str]
+    advice: ClassVar[str] = ADVICE
 
     service: Service
     body: NumbersBody

@@ -26,12 +26,14 @@ class Side:
 
     Attributes:
         param: the field that its texts came in.
+        name: of its texts in refusals, if it is another one.
         most: to how many tokens each is cut, special ones not counted, before anything else; None or 0: not at all.
     """
 
     param: str
     texts: Sequence[str]
     most: int | None = None
+    name: str | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +66,12 @@ class ScoringRun(PoolingRun):
         """Each pair as one input."""
         pairs, info = self._pairs(), self.service.client.info
         read = await encode_all(
-            self.service, pairs, self.second.param, name=f"the pair with {self.second.param}", truncate=self.truncate
+            self.service,
+            pairs,
+            self.second.param,
+            name=f"the pair with {self.second.name or self.second.param}",
+            truncate=self.truncate,
+            advice=self.advice,
         )
         params = PoolingParams(task="classify", use_activation=self.use_activation)
         return [
@@ -85,7 +92,15 @@ class ScoringRun(PoolingRun):
             params = PoolingParams(task=task, skip_tokens=prompt_tokens(tokenizer, info, prompt))
             texts = [prompt + text for text in side.texts]
             limit = reading.limit(self.truncate)
-            read = await encode_all(self.service, texts, side.param, truncate=limit, marker=reading.marker)
+            read = await encode_all(
+                self.service,
+                texts,
+                side.param,
+                name=side.name,
+                truncate=limit,
+                marker=reading.marker,
+                advice=self.advice,
+            )
             sides.append([])
             for encoding, text in zip(read, texts, strict=True):
                 source, asked = reading.complete(token_input(encoding, info, text), params, self.truncate)

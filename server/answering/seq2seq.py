@@ -102,7 +102,7 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
     if "tgt_lang" in given and not target_marked:
         languages = _tokenizer(service, "tgt_lang").languages
         first = languages.id(given["tgt_lang"], "tgt_lang")
-        if info.decoder_start_token_id in languages.ids.values():  # this model's decoder begins with a language
+        if languages.starts or info.decoder_start_token_id in languages.ids.values():
             if start is not None:
                 _fail("tgt_lang", "decoder_start_token_id and tgt_lang both say what the decoder begins with.")
             first, start = None, first

@@ -19,11 +19,11 @@ PART_TIME = 30.0  # seconds that it may take
 
 @lru_cache(maxsize=8)
 def find_log_mel(model_path: str) -> LogMel | str:
-    """What prepares sound for a model, or why nothing does."""
+    """What prepares sound for a model, or why nothing does, in words for clients."""
     try:
         return load_log_mel(Path(model_path))
     except ModelLoadError as problem:
-        return str(problem)
+        return str(problem).replace(f"{Path(model_path)}/", "")  # where the model lies is no client's concern
 
 
 async def windows(

@@ -32,4 +32,6 @@ class CohereEmbedRequest(NumbersBody):
         None,
         description="Where long texts are cut: not at all, or where the model's tokenizer cuts (END).",
     )
-    max_tokens: int | None = Field(None, ge=1, description="Cut each text to so many tokens.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Cut each text to so many tokens; where truncate is NONE, refuse longer ones."
+    )

@@ -90,6 +90,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_a": (0.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
+    # Of transformers.
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "guidance_scale": (1.0,),
     "input_type": (),
     "logprob_token_ids": ([],),
     "structured_outputs": (),

@@ -42,8 +42,7 @@ class StrictJsonRequest(Request):
         async with service.reading:
             return await asyncio.to_thread(self.read, content, self._model, limit)
 
-    @staticmethod
-    def read(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
+    def read(self, content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
         """The body as the model; see `read_body`."""
         return read_body(content, model, max_body_size)
 

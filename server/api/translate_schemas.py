@@ -21,7 +21,7 @@ class TranslateRequest(ServedBody):
     )
     target: Name = Field(description="Language to translate to.")
     format: Name | None = Field(None, description="text; html is not supported.")
-    alternatives: int | None = Field(None, ge=0, description="So many further translations of each text (0).")
+    alternatives: int | None = Field(None, ge=0, description="At most so many further translations of each text (0).")
     api_key: Name | None = Field(None, description="Not read: keys come in the header Authorization.")
     model: str | None = Field(None, description="The served model's id; may be left out.")
 
@@ -31,7 +31,7 @@ class TranslateResponse(BaseModel):
 
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = Field(
-        None, description="Further translations, best first, where some were asked for."
+        None, description="Further translations, best first and each once, where some were asked for."
     )
 
 

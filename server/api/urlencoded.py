@@ -1,8 +1,8 @@
-"""Bodies of application/x-www-form-urlencoded, within the memory of the body."""
+"""Bodies that are forms, application/x-www-form-urlencoded or multipart/form-data, within the memory of the body."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -10,11 +10,12 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 
 from server.api.base import MAX_FIELDS
+from server.api.multipart import read_form
 from server.api.reading import StrictJsonRequest, StrictJsonRoute
 from server.api.schemas import MAX_PROMPTS
-from server.errors import ApiError, describe_validation
+from server.errors import ApiError, describe_validation, shown
 
-KIND = "application/x-www-form-urlencoded"
+KIND, PARTS = "application/x-www-form-urlencoded", "multipart/form-data"
 _MOST = MAX_FIELDS + MAX_PROMPTS  # fields, each text of a list counted
 _PIECE = 64 * 1024  # bytes that are decoded at a time: a list of a body's escapes is many times as large as the body
 
@@ -31,7 +32,7 @@ class FormOrJsonRoute(StrictJsonRoute):
 
         async def either(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            return await handle(_FormRequest(request, model) if kind == KIND else request)
+            return await handle(_FormRequest(request, model) if kind in (KIND, PARTS) else request)
 
         return either
 
@@ -42,10 +43,16 @@ class _FormRequest(StrictJsonRequest):
         headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
         scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
         super().__init__(Request(scope, request.receive), model)
+        self._kind = request.headers["content-type"]
 
-    @staticmethod
-    def read(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
-        return read_urlencoded(content, model)
+    def read(self, content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
+        if self._kind.partition(";")[0].strip().lower() == KIND:
+            return read_urlencoded(content, model)
+        form = read_form(content, self._kind)
+        for name in form.files:
+            message = f"{shown(name)[1:-1]} is a file, and only texts are read; send its text."
+            raise ApiError(400, message, param=name, code="invalid_body")
+        return _validated(form.texts, model)
 
 
 def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
@@ -61,6 +68,10 @@ def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
         name, _, value = part.partition(b"=")
         if part:
             fields.setdefault(_text(name), []).append(_text(value))
+    return _validated(fields, model)
+
+
+def _validated(fields: Mapping[str, list[str]], model: type[BaseModel]) -> BaseModel:
     try:
         # Not strict: a form has texts only, so that "2" is a number.
         return model.model_validate({k: v[0] if len(v) == 1 else v for k, v in fields.items()}, strict=False)

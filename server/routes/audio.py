@@ -80,7 +80,7 @@ async def _respond(request: Request, service: Service, task: SpeechTask, kind: t
         raise ApiError(400, message, param="num_beams", code="invalid_value")
     words, speech = "word" in fields.granularities(), service.client.info.speech
     if words and speech is not None:
-        check_alignment(speech, service.client.info.model, "timestamp_granularities")
+        check_alignment(speech, "timestamp_granularities")
     language = getattr(fields, "language", None)
     prompt: list[int] = []
     if fields.prompt and fields.prompt.strip():

@@ -16,6 +16,7 @@ from engine.pooled import find_prompt, longest
 from engine.pooled.vectors import json_base64, json_matrix, json_signs, json_steps, packed
 from server.answering.endpoints import require
 from server.answering.matrices import MatrixRun
+from server.answering.pooling import PoolingInput
 from server.api.cohere_schemas import CohereEmbedRequest, EmbeddingType
 from server.api.embedding_schemas import EmbeddingRequest
 from server.api.fields import ignored_header
@@ -56,6 +57,7 @@ async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, s
         shape=b"",
         headers=ignored_header(body.ignored_fields()),
         kinds=kinds,
+        most=body.max_tokens if body.truncate == "NONE" and body.texts else None,
         asked_texts=body.texts or [],
     )
     return await run.respond(request)
@@ -102,13 +104,36 @@ def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
 
 @dataclass(slots=True)
 class _CohereRun(MatrixRun):
+    """One such request.
+
+    Attributes:
+        kinds: in which forms vectors are sent.
+        most: tokens of a text, more of which are refused.
+        asked_texts: the texts, none where there are images.
+    """
+
     id_prefix = "embed"
+    advice = "leave truncate out"
     param = "texts"
     kinds: list[EmbeddingType] = field(kw_only=True)
+    most: int | None = field(kw_only=True)
     asked_texts: list[str] = field(kw_only=True)
 
+    async def inputs(self) -> Sequence[PoolingInput]:
+        with self._public_names():
+            found = await MatrixRun.inputs(self)
+        for place, item in enumerate(found):
+            if self.most is not None and item.num_tokens > self.most:
+                message = (
+                    f"texts[{place}] is too long: it has {item.num_tokens} tokens, and max_tokens is {self.most}. "
+                    f"Shorten it, send more max_tokens, or {self.advice}."
+                )
+                raise ApiError(400, message, param="texts", code="context_length_exceeded")
+        return found
+
     def public_name(self, param: str | None) -> str | None:
-        return {"input": "texts", "dimensions": "output_dimension"}.get(param or "", param)
+        inputs = "texts" if self.asked_texts else "images"
+        return {"input": inputs, "dimensions": "output_dimension"}.get(param or "", param)
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         vectors = [answer.values() for answer in answers]

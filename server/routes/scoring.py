@@ -115,6 +115,7 @@ class _ScoreRun(ScoringRun):
 @dataclass(slots=True)
 class _TextsRun(ScoringRun):
     id_prefix = "tei"
+    advice = "send truncate: true"
     body: EitherRerankRequest
 
     def render(self, answers: Sequence[Pooled]) -> bytes:

@@ -109,6 +109,7 @@ async def _answer(
 @dataclass(slots=True)
 class _VectorsRun(MatrixRun):
     id_prefix = "tei"
+    advice = "send truncate: true"
     param = "inputs"
 
     def public_name(self, param: str | None) -> str | None:
@@ -136,6 +137,7 @@ async def predict(body: Annotated[PredictRequest, Body()], request: Request, ser
 @dataclass(slots=True)
 class _PredictRun(PoolingRun):
     id_prefix = "tei"
+    advice = "send truncate: true"
     body: PredictRequest
     truncate: int | None = field(kw_only=True)
 
@@ -150,7 +152,7 @@ class _PredictRun(PoolingRun):
     async def inputs(self) -> list[PoolingInput]:
         info = self.service.client.info
         params = PoolingParams(task="classify", use_activation=not self.body.raw_scores)
-        read = await encode_all(self.service, self._sequences, "inputs", truncate=self.truncate)
+        read = await encode_all(self.service, self._sequences, "inputs", truncate=self.truncate, advice=self.advice)
         return [
             PoolingInput(token_input(encoding, info, item if isinstance(item, str) else "\n".join(item)), params)
             for encoding, item in zip(read, self._sequences, strict=True)
@@ -179,8 +181,8 @@ async def similarity(body: Annotated[SimilarityRequest, Body()], request: Reques
         service,
         body,
         arrival,
-        first=Side("inputs", [body.inputs.source_sentence]),
-        second=Side("inputs", body.inputs.sentences),
+        first=Side("inputs", [body.inputs.source_sentence], name="inputs.source_sentence"),
+        second=Side("inputs", body.inputs.sentences, name="inputs.sentences"),
         truncate=cut_of(how.truncate, how.truncation_direction, service),
         use_activation=None,
     )
@@ -190,6 +192,7 @@ async def similarity(body: Annotated[SimilarityRequest, Body()], request: Reques
 @dataclass(slots=True)
 class _SimilarityRun(ScoringRun):
     id_prefix = "tei"
+    advice = "send truncate: true among the parameters"
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         return json.dumps(self.scores(answers), separators=(",", ":"), allow_nan=False).encode()

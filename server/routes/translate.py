@@ -17,7 +17,7 @@ from server.api import examples
 from server.api.parameters import shape_of
 from server.api.schemas import CompletionChoice, CompletionRequest, Usage
 from server.api.translate_schemas import Language, TranslateRequest, TranslateResponse
-from server.api.urlencoded import KIND, FormOrJsonRoute
+from server.api.urlencoded import KIND, PARTS, FormOrJsonRoute
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.routes.completions import CompletionRun
@@ -25,7 +25,8 @@ from server.routes.completions import CompletionRun
 ENDPOINT = "/translate"
 _NAMES = {"prompt": "q", "src_lang": "source", "tgt_lang": "target", "n": "alternatives", "num_beams": "alternatives"}
 
-_FORM = {"requestBody": {"content": {KIND: {"schema": {"$ref": "#/components/schemas/TranslateRequest"}}}}}
+_SCHEMA = {"schema": {"$ref": "#/components/schemas/TranslateRequest"}}
+_FORM = {"requestBody": {"content": {KIND: _SCHEMA, PARTS: _SCHEMA}}}
 
 router = APIRouter(route_class=FormOrJsonRoute)
 listing = APIRouter()
@@ -58,8 +59,11 @@ async def translate(
     service.check_model(body.model)
     require(service, ENDPOINT)
     body.refuse_unsupported()
-    if body.format not in (None, "text"):
-        message = "format must be text: markup would be translated as if it were text. Send the texts alone."
+    if body.format not in (None, "", "text"):
+        message = (
+            f"format must be text, got {shown(body.format)}: markup would be translated as if it were text. Send the "
+            "texts alone."
+        )
         raise ApiError(400, message, param="format", code="unsupported_parameter")
     texts = [body.q] if isinstance(body.q, str) else body.q
     decoder = _decoder(body, texts, service)
@@ -143,7 +147,12 @@ class _TranslationRun(CompletionRun):
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         texts = [choice.text.strip() for choice in choices]
         size = self.shape.n
-        best, others = texts[::size], [texts[start + 1 : start + size] for start in range(0, len(texts), size)]
+        best, others = texts[::size], [_further(texts[at : at + size]) for at in range(0, len(texts), size)]
         one = isinstance(self.given.q, str)
         extra: dict[str, Any] = {"alternatives": others[0] if one else others} if self.shape.n > 1 else {}
         return TranslateResponse(translatedText=best[0] if one else best, **extra)
+
+
+def _further(texts: Sequence[str]) -> list[str]:
+    """What differs from the first text and each other, in order: different tokens may be the same text."""
+    return [text for text in dict.fromkeys(texts) if text not in ("", texts[0])]

@@ -166,6 +166,21 @@ def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def plbart_tokenizer(folder: Path) -> None:
+    from sentencepiece import SentencePieceTrainer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS[start:] + WORDS[:start]) for start in range(20)]),
+        model_prefix=str(folder / "sentencepiece.bpe"), vocab_size=120, hard_vocab_limit=False, num_threads=1,
+        minloglevel=2,
+    )  # fmt: skip
+    (folder / "sentencepiece.bpe.vocab").unlink()
+    file = str(folder / "sentencepiece.bpe.model")
+    hf = transformers.PLBartTokenizer(vocab_file=file, language_codes="base", src_lang="__java__", tgt_lang="__en_XX__")
+    hf.save_pretrained(folder)
+
+
 def fsmt_tokenizer(folder: Path) -> None:
     """A vocabulary for each side, merges for both: words as a whole, their beginnings and letters beside them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,6 +242,10 @@ def _bart_like(name: str, **more: Any) -> Callable[[int, Any], Any]:
     return make
 
 
+def _plbart(vocab: int, tokenizer: Any) -> Any:
+    return _bart_like("PLBart")(vocab + 2, tokenizer)  # ids begin above SentencePiece's
+
+
 def _fsmt(_: int, tokenizer: Any) -> Any:
     config = transformers.FSMTConfig(
         src_vocab_size=tokenizer.src_vocab_size, tgt_vocab_size=tokenizer.tgt_vocab_size, d_model=32, encoder_layers=2,
@@ -242,6 +261,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[int, Any], Any]]] = {
     "t5": (t5_tokenizer, _t5),
     "bart": (bart_tokenizer, _bart_like("Bart", forced_bos_token_id=0)),
     "mbart50": (mbart50_tokenizer, _bart_like("MBart")),
+    "plbart": (plbart_tokenizer, _plbart),
     "fsmt": (fsmt_tokenizer, _fsmt),
     "marian": (marian_tokenizer, _bart_like("Marian", scale_embedding=True)),
     "m2m100": (m2m100_tokenizer, _bart_like("M2M100", scale_embedding=True)),
