@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from engine.errors import InvalidRequestError
-from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo
+from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo, SpeechTask
 from engine.interface.request import PoolingParams, SamplingParams
-
-SpeechTask = Literal["transcribe", "translate"]
 
 STEP, HOTTEST = 0.2, 1.0  # of temperatures that are tried one after the other
 
@@ -39,8 +36,10 @@ class Transcription:
     """What is asked of a speech model.
 
     Attributes:
-        task: the text in its own language, or in English.
-        language: its code; None: it is detected in the first window.
+        task: "transcribe" for the text in its own language, "translate" for English; None: what the model's
+            generation_config.json says, the first where it says nothing.
+        language: its code; None: what the model's generation_config.json says, and where it says nothing it is
+            detected in the first window.
         prompt: tokens of a text that might have come before each window; the last ones count.
         timestamps: the answer says when.
         word_timestamps: each word gets its times, from where the decoder attends in the sound.
@@ -49,7 +48,7 @@ class Transcription:
         seed: of what is drawn.
     """
 
-    task: SpeechTask = "transcribe"
+    task: SpeechTask | None = None
     language: str | None = None
     prompt: Sequence[int] = ()
     timestamps: bool = True
@@ -118,6 +117,9 @@ class Asking:
     Args:
         info: of the model.
 
+    Attributes:
+        wanted: what is asked for, with the model's own task and language where it names none.
+
     Raises:
         InvalidRequestError: the model cannot do what is asked for.
     """
@@ -129,8 +131,8 @@ class Asking:
                 param="model",
                 code="unsupported_endpoint",
             )
-        self.wanted, self._info, self._speech = wanted, info, info.speech
-        self._start = info.decoder_start_token_id
+        self.wanted = wanted = _completed(wanted, info.speech)
+        self._info, self._speech, self._start = info, info.speech, info.decoder_start_token_id
         check_task(self._speech, wanted)
         if wanted.word_timestamps:
             check_alignment(self._speech)
@@ -172,7 +174,7 @@ class Asking:
         if speech.languages:
             begin.append(speech.languages[language or ""])
             if speech.tasks:
-                begin.append(speech.tasks[wanted.task])
+                begin.append(speech.tasks[wanted.task or "transcribe"])
         if not wanted.timestamps:
             begin.append(speech.no_timestamps_id)
         room = self._info.max_model_len - len(begin)
@@ -232,6 +234,13 @@ class Asking:
             decoder_start_token_id=begin[0],
         )
         return Question(begin, params)
+
+
+def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
+    """With the model's defaults, as `transformers` takes them."""
+    if speech.defaults_are_forced and (wanted.task is not None or wanted.language is not None):
+        return replace(wanted, task=wanted.task or "transcribe")
+    return replace(wanted, task=wanted.task or speech.task, language=wanted.language or speech.language)
 
 
 def check_task(speech: SpeechInfo, wanted: Transcription) -> None:

@@ -45,8 +45,8 @@ def _document(form: type[SpeechForm]) -> dict[str, Any]:
     summary="Transcribe speech",
 )
 async def create_transcription(request: Request, service: ServiceDep) -> Response:
-    """The text of a sound in the language that is spoken."""
-    return await _respond(request, service, "transcribe", TranscriptionForm)
+    """The text of a sound, in the language that is spoken unless the model's generation_config.json says translate."""
+    return await _respond(request, service, None, TranscriptionForm)
 
 
 @router.post(
@@ -61,9 +61,9 @@ async def create_translation(request: Request, service: ServiceDep) -> Response:
     return await _respond(request, service, "translate", TranslationForm)
 
 
-async def _respond(request: Request, service: Service, task: SpeechTask, kind: type[SpeechForm]) -> Response:
+async def _respond(request: Request, service: Service, task: SpeechTask | None, kind: type[SpeechForm]) -> Response:
     arrival = time.monotonic()
-    require(service, f"/v1/audio/{'transcriptions' if task == 'transcribe' else 'translations'}")
+    require(service, f"/v1/audio/{'transcriptions' if task is None else 'translations'}")
     content = await request.body()
     async with service.reading:
         form = await asyncio.to_thread(read_form, content, request.headers.get("content-type", ""))
