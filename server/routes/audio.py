@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment, language_code
 from server.answering.endpoints import require
-from server.answering.prompt import Room, encode_fitting
 from server.answering.sound import find_log_mel
 from server.answering.transcription import TranscriptionRun
 from server.api.multipart import read_form
@@ -26,6 +25,10 @@ from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter()
+
+_PROMPT_END = (
+    16_384  # characters of a prompt that are read: more than half of a decoder's context, however it is written
+)
 
 
 def _document(form: type[SpeechForm]) -> dict[str, Any]:
@@ -84,11 +87,8 @@ async def _respond(request: Request, service: Service, task: SpeechTask | None, 
     language = getattr(fields, "language", None)
     prompt: list[int] = []
     if fields.prompt and fields.prompt.strip():
-        room = Room(service.client.info.max_model_len)
-        text = f" {fields.prompt.strip()}"
-        prompt = await asyncio.to_thread(
-            encode_fitting, lambda part: tokenizer.encode(part, add_special_tokens=False), text, room
-        )
+        text = f" {fields.prompt.strip()}"[-_PROMPT_END:]
+        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     wanted = Transcription(
         task=task,
         language=None if language is None else language_code(language),
