@@ -235,6 +235,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"content": b""}, "file", "no sound"),
         ({"content": b"not a sound" * 100}, "file", "no sound"),
         ({"content": wav(np.zeros(0, np.float32))}, "file", "holds no sound"),
+        ({"content": wav(np.full(99, 3e38, np.float32))}, "file", "no sound (3e+38"),
     ],
     ids=lambda part: "" if isinstance(part, dict) else part,  # a file's bytes hold the time at which it was made
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment, language_code
+from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment
 from server.answering.endpoints import require
 from server.answering.sound import find_log_mel
 from server.answering.transcription import TranscriptionRun
@@ -84,14 +84,13 @@ async def _respond(request: Request, service: Service, task: SpeechTask | None, 
     words, speech = "word" in fields.granularities(), service.client.info.speech
     if words and speech is not None:
         check_alignment(speech, "timestamp_granularities")
-    language = getattr(fields, "language", None)
     prompt: list[int] = []
     if fields.prompt and fields.prompt.strip():
         text = f" {fields.prompt.strip()}"[-_PROMPT_END:]
         prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     wanted = Transcription(
         task=task,
-        language=None if language is None else language_code(language),
+        language=getattr(fields, "language", None),
         prompt=prompt,
         timestamps=fields.response_format in ("srt", "vtt", "verbose_json"),
         word_timestamps=words,
