@@ -115,6 +115,16 @@ def test_forced_ones_count_only_where_nothing_is_asked_for(folder: Path) -> None
             assert own(llm, **asked)[:2] == (expected, text.strip())
 
 
+@pytest.mark.parametrize("more", [{}, {"length_penalty": -3.0, "early_stopping": True}], ids=str)
+def test_the_models_own_beams(folder: Path, more: dict[str, Any]) -> None:
+    change(folder, language="de", num_beams=3, **more)
+    (_, text), (_, greedy) = reference(folder), reference(folder, num_beams=1)
+    assert text != greedy
+    with loaded(folder) as llm:
+        assert own(llm)[1] == text.strip()
+        assert own(llm, num_beams=1)[1] == greedy.strip()
+
+
 @pytest.mark.parametrize(
     ("stored", "words"),
     [

@@ -49,7 +49,7 @@ class Transcription:
         timestamps: the answer says when.
         word_timestamps: each word gets its times, from where the decoder attends in the sound.
         temperature: 0 begins greedily, or with beams, and draws at higher temperatures what is not taken.
-        num_beams: at temperature 0.
+        num_beams: at temperature 0; None: as many as the model's generation_config.json says.
         seed: of what is drawn.
     """
 
@@ -59,7 +59,7 @@ class Transcription:
     timestamps: bool = True
     word_timestamps: bool = False
     temperature: float = 0.0
-    num_beams: int = 1
+    num_beams: int | None = None
     seed: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 
@@ -262,7 +262,7 @@ def _check_values(wanted: Transcription, vocab_size: int) -> None:
     if not isinstance(wanted.language, str | None):
         fail("language", f"language must be a code such as de or a name such as german, got {brief(wanted.language)}.")
     check_number("temperature", wanted.temperature, NumberRange(low=0.0, high=_MOST_TEMPERATURE, optional=False))
-    check_number("num_beams", wanted.num_beams, NumberRange(low=1, integer=True, optional=False))
+    check_number("num_beams", wanted.num_beams, NumberRange(low=1, integer=True))
     prompt: object = wanted.prompt
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
         fail("prompt", f"prompt must be a list of token ids, which a tokenizer makes of a text, got {brief(prompt)}.")

@@ -40,7 +40,12 @@ class SpeechForm(ServedBody):
         description="0 begins greedily, or with beams, and raises the temperature in steps of 0.2 up to 1 where an "
         "answer repeats itself or is a guess; above 0 it is kept.",
     )
-    num_beams: int = Field(1, ge=1, le=MAX_SPEECH_BEAMS, description="Beam search at temperature 0.")
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SPEECH_BEAMS,
+        description="Beam search at temperature 0; left out, as the model's own files say.",
+    )
     seed: int | None = Field(None, ge=0, lt=2**63, description="Makes what is drawn reproducible.")
     compression_ratio_threshold: float = Field(
         2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."

@@ -78,7 +78,7 @@ async def _respond(request: Request, service: Service, task: SpeechTask | None, 
     assert tokenizer is not None  # `require` has refused both
     assert not isinstance(log_mel, str)
     most = service.client.info.max_num_beams
-    if fields.num_beams > most:
+    if fields.num_beams is not None and fields.num_beams > most:
         message = f"num_beams is {fields.num_beams}, but at most {most} are allowed (max_num_beams)."
         raise ApiError(400, message, param="num_beams", code="invalid_value")
     words, speech = "word" in fields.granularities(), service.client.info.speech
