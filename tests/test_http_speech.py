@@ -234,6 +234,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"model": "other"}, "model", "does not exist"),
         ({"content": b""}, "file", "no sound"),
         ({"content": b"not a sound" * 100}, "file", "no sound"),
+        ({"content": wav(SOUND)[:9000]}, "file", "breaks off"),
         ({"content": wav(np.zeros(0, np.float32))}, "file", "holds no sound"),
         ({"content": wav(np.full(99, 3e38, np.float32))}, "file", "no sound (3e+38"),
     ],
@@ -243,6 +244,7 @@ def test_what_is_refused(api: Api, fields: dict[str, Any], param: str, words: st
     error = api.refused(404 if param == "model" else 400, **fields)
     assert error["param"] == param
     assert words in error["message"]
+    assert not error["message"].endswith("..")
 
 
 def test_long_sounds_are_refused(api: Api) -> None:
