@@ -159,6 +159,20 @@ def test_older_files_that_name_no_languages(folder: Path) -> None:
         assert own(llm)[0] == reference(folder)[0] == [START, UNTIMED]
 
 
+def test_complete_files_need_no_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their start takes no longer than it did."""
+    asked: list[str] = []
+    monkeypatch.setattr("engine.engine.load_tokenizer", lambda *given, **more: asked.append("asked"))
+    loaded_speech = []
+    for without in ((), ("lang_to_id", "task_to_id")):
+        change(folder, *without, is_multilingual=not without)
+        with loaded(folder) as llm:
+            loaded_speech.append(speech_of(llm).languages)
+    assert not asked
+    assert sorted(loaded_speech[0]) == ["de", "en", "fr"]
+    assert loaded_speech[1] == {}
+
+
 def test_no_generation_config(folder: Path) -> None:
     stored = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").unlink()

@@ -50,7 +50,8 @@ def read_speech(
         ModelLoadError: a value in it is impossible; or neither it nor Whisper's tokenizer names a token that is needed.
     """
     vocabulary = None
-    if getattr(config, "model_type", None) == "whisper" and any(stored.get(name) is None for name in _NEEDED):
+    needed = _NEEDED[:2] if stored.get("is_multilingual") is False else _NEEDED
+    if getattr(config, "model_type", None) == "whisper" and any(stored.get(name) is None for name in needed):
         vocabulary = load_vocabulary()
 
     def known(text: str) -> int | None:
