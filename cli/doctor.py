@@ -192,7 +192,8 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
         kind = "" if facts.num_blocks else "encoder-only, "
         room = f"{kind}{', '.join(facts.tasks)}, inputs of up to {facts.max_model_len} tokens"
     elif facts.max_encoder_len is not None:
-        room = f"encoder-decoder, prompts of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
+        inputs = "sound" if facts.hears else "prompts"
+        room = f"encoder-decoder, {inputs} of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
     found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"
     yield Finding("model", "ok", found)
     if memory:
@@ -203,7 +204,7 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
         yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
     else:
         chats = generates and facts.max_encoder_len is None
-        yield from check_tokenizer(config, facts.path, generates=generates, chats=chats)
+        yield from check_tokenizer(config, facts.path, generates=generates and not facts.hears, chats=chats)
 
 
 def check_memory(facts: ModelFacts) -> Finding:

@@ -124,7 +124,9 @@ class Engine:
         self.defaults = GenerationDefaults()
         if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
             honour = config.generation_config == "auto"
-            self.defaults = load_defaults(path, read(path), info.vocab_size, honour=honour)
+            self.defaults = load_defaults(
+                path, read(path), info.vocab_size, honour=honour, load_vocabulary=partial(_load_tokenizer, config, info)
+            )
         values = self.defaults.values
         self.info = dataclasses.replace(
             info,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
 from engine.host.folders import check_private
 from engine.images import steps_for
+from engine.interface.generation import load_defaults
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
@@ -36,6 +38,7 @@ from engine.model.weight_files import Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
+from engine.text.processor import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class ModelFacts:
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
         stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
             first (`Checkpoint.stored_bytes`).
+        hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
 
@@ -104,6 +108,7 @@ class ModelFacts:
     quantization: str | None = None
     weights_as_stored: int = 0
     stored: dict[str, int] = field(default_factory=dict)
+    hears: bool = False
     no_tokenizer: str = ""
 
 
@@ -227,7 +232,26 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         quantization=quantization,
         stored=stored,
         no_tokenizer=lacks_tokenizer(path),
+        hears=_hears(config, path, hf_config),
     )
+
+
+def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
+    """Whether it is a speech model.
+
+    Raises:
+        ModelLoadError: it would be, but for what its files lack.
+    """
+    if getattr(hf_config, "model_type", None) != "whisper":
+        return False
+    source = config.tokenizer or str(path)
+    skips = config.skip_tokenizer_init or not Path(source).is_dir()  # nothing is downloaded here
+    honour = config.generation_config == "auto"
+    defaults = load_defaults(
+        path, hf_config, hf_config.vocab_size, honour=honour,
+        load_vocabulary=lambda: None if skips else load_tokenizer(source),
+    )  # fmt: skip
+    return defaults.speech is not None
 
 
 def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:

@@ -155,6 +155,15 @@ def test_translation_and_prompt(api: Api) -> None:
     assert api.post(prompt="the tone").json()["text"] != api.post().json()["text"]
 
 
+def test_of_a_long_prompt_the_end_counts(api: Api) -> None:
+    end = "the answer is in one " * 20
+    expected = api.post(prompt=end).json()
+    for longer in (f"{'before, ' * 100}{end}", f"{'before, ' * 7000}{end}"):
+        answer = api.post(prompt=longer)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == expected
+
+
 def test_what_is_settled_is_streamed(api: Api) -> None:
     whole = api.post(language="en").json()
     file = {"file": ("sound.flac", wav(SOUND, "FLAC"))}
@@ -187,6 +196,10 @@ def test_openai_client(api: Api) -> None:
     assert verbose.words[0].start <= verbose.words[0].end
     translated = client.audio.translations.create(model="whisper", file=("a.wav", wav(SOUND)), extra_body=TAKEN)
     assert translated.text
+    with pytest.raises(openai.BadRequestError, match="chunking_strategy is not supported"):
+        client.audio.transcriptions.create(
+            model="whisper", file=("a.wav", wav(SOUND)), chunking_strategy={"type": "server_vad"}
+        )
     stream = client.audio.transcriptions.create(
         model="whisper", file=("a.wav", wav(SOUND)), language="de", stream=True, extra_body=TAKEN
     )
@@ -215,10 +228,15 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "needs response_format verbose_json"),
         ({"timestamp_granularities[]": "letter"}, "timestamp_granularities", "'segment' or 'word'"),
         ({"include[]": "logprobs"}, "include", "not supported"),
+        ({"chunking_strategy[type]": "server_vad"}, "chunking_strategy", "{'type': 'server_vad'}"),
+        ({"known_speaker_names[]": ["a", "b"]}, "known_speaker_names", "not supported"),
+        ({"temperature[x]": "1"}, "temperature", "number"),
         ({"model": "other"}, "model", "does not exist"),
         ({"content": b""}, "file", "no sound"),
         ({"content": b"not a sound" * 100}, "file", "no sound"),
+        ({"content": wav(SOUND)[:9000]}, "file", "breaks off"),
         ({"content": wav(np.zeros(0, np.float32))}, "file", "holds no sound"),
+        ({"content": wav(np.full(99, 3e38, np.float32))}, "file", "no sound (3e+38"),
     ],
     ids=lambda part: "" if isinstance(part, dict) else part,  # a file's bytes hold the time at which it was made
 )
@@ -226,6 +244,7 @@ def test_what_is_refused(api: Api, fields: dict[str, Any], param: str, words: st
     error = api.refused(404 if param == "model" else 400, **fields)
     assert error["param"] == param
     assert words in error["message"]
+    assert not error["message"].endswith("..")
 
 
 def test_long_sounds_are_refused(api: Api) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.reference import MIN_MARGIN
 from support.speech import RATE, SECONDS, SpeechCheckpoint, make_speech_checkpoint, make_tokenizer, noise
 
@@ -95,6 +97,76 @@ def test_what_cannot_be_done_is_refused(llm: LLM) -> None:
     for wanted, words in ((Transcription(language="tlh"), "knows no language 'tlh'. Languages: de, en, fr"),):
         with pytest.raises(InvalidRequestError, match=words):
             llm.transcribe(noise(0.5), wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param", "words"),
+    [
+        ({"task": "foo"}, "task", "task must be transcribe or translate, got 'foo'"),
+        ({"temperature": -1}, "temperature", "temperature must be at least 0.0 and at most 2.0, got -1"),
+        ({"temperature": float("nan")}, "temperature", "must be finite"),
+        ({"num_beams": 0}, "num_beams", "num_beams must be at least 1"),
+        ({"language": 7}, "language", "a code such as de .* got 7"),
+        ({"prompt": "hello"}, "prompt", "must be a list of token ids, .* got 'hello'"),
+        ({"prompt": [5, 9999]}, "prompt", "prompt holds 9999, .*0 to 373"),
+        ({"thresholds": Thresholds(logprob=float("nan"))}, "logprob", "logprob must be finite"),
+    ],
+    ids=str,
+)
+def test_impossible_values_are_refused(llm: LLM, wanted: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        llm.transcribe(noise(0.5), Transcription(**wanted))
+    assert caught.value.param == param
+
+
+def test_a_language_by_its_name(llm: LLM) -> None:
+    named, coded = (Transcription(language=how, thresholds=EVERYTHING) for how in ("German", "de"))
+    assert llm.transcribe(noise(1.0), named) == llm.transcribe(noise(1.0), coded)
+
+
+def test_sounds_as_a_file_gives_them(llm: LLM, tmp_path: Path) -> None:
+    """Of several channels, and of integers: the same as the file's own floats, mono."""
+    wanted = Transcription(language="de", thresholds=EVERYTHING)
+    whole = np.round(noise(1.0) * 2**15).astype(np.int16)
+    expected = llm.transcribe(whole.astype(np.float32) / 2**15, wanted)
+    assert len(expected[0].text) > 5
+    for form in (
+        whole,
+        whole.astype(np.int32) << 16,
+        whole / 2**15,
+        np.stack([whole, whole], axis=1),
+        np.stack([whole / 2**15 * 2, np.zeros(len(whole))], axis=1),
+        whole[:, None],
+    ):
+        assert llm.transcribe(form, wanted) == expected
+    octets = np.asarray(whole // 2**8 + 128, np.uint8)
+    assert llm.transcribe(octets, wanted) == llm.transcribe((octets.astype(np.float32) - 128) / 128, wanted)
+    assert llm.transcribe([whole, whole], wanted) == expected * 2
+
+
+@pytest.mark.parametrize(
+    ("sound", "words"),
+    [
+        (torch.zeros(99), "sounds must be an array of numpy, got tensor.*its .numpy"),
+        ([0.0, 0.1], "sounds must be an array of numpy, got .0.0, 0.1.*asarray"),
+        ("a.wav", "sounds must be an array of numpy, got 'a.wav' .*soundfile.read"),
+        ([np.zeros(9, np.float32), Path("a.wav")], r"sounds\[1\] must be an array of numpy, got .*a.wav"),
+        (None, "sounds must be an array of numpy, got None"),
+        (np.zeros((2, 16_000), np.float32), r"at most 32 channels, got \[2, 16000\]. .*transpose"),
+        (np.zeros((2, 2, 2), np.float32), r"got \[2, 2, 2\]"),
+        (np.zeros(9, np.int64), "or uint8, int8, int16, int32, got int64"),
+        (np.zeros(9, np.complex64), "got complex64"),
+        (np.array(["a"]), "got str"),
+        (np.full(9, np.nan, np.float32), "not a number"),
+        (np.full(9, 1e300), "infinite"),
+        (np.full(9, 3e38, np.float32), r"no sound \(3e\+38"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
+)
+def test_what_is_no_sound_is_refused(llm: LLM, sound: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        llm.transcribe(sound)
+    assert (caught.value.param, caught.value.code) == ("sounds", "invalid_audio")
 
 
 def test_models_for_one_language(tmp_path: Path) -> None:

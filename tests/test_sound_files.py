@@ -110,14 +110,50 @@ def test_what_is_no_sound_is_refused(data: bytes, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_header_may_lie() -> None:
-    """It promises more than the file has; what is there is decoded."""
-    samples = sound(1.0)
-    data = bytearray(written(samples))
+@pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0x7FFFFFF0, 0x7FFFF000, 0x80000000])
+@pytest.mark.parametrize("kind", ["PCM_16", "PCM_24", "FLOAT"])
+def test_a_wav_that_does_not_say_its_length(kind: str, size: int) -> None:
+    """As programs write it to a pipe, or leave it where they are killed; what is there is decoded."""
+    data = written(sound(1.0), kind=kind)
     at = data.index(b"data") + 4
-    data[at : at + 4] = struct.pack("<I", 0x7FFFFFF0)
-    found = samples_of(part_of(bytes(data)))
-    assert 0 < len(found) <= len(samples) + 1
+    for whole in (0, size, at - 4):
+        untold = b"RIFF" + struct.pack("<I", whole) + data[8:at] + struct.pack("<I", size) + data[at + 4 :]
+        np.testing.assert_array_equal(samples_of(part_of(untold)), samples_of(part_of(data)))
+
+
+def test_a_wav_without_sound_may_hold_more() -> None:
+    empty = written(np.zeros(0, np.float32))
+    more = empty + b"LIST" + struct.pack("<I", 4) + b"INFO"
+    for data in (empty, more[:4] + struct.pack("<I", len(more) - 8) + more[8:]):
+        assert part_of(data).samples == b""
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+@pytest.mark.parametrize("left", [0.4, 0.9, 0.99])
+def test_what_breaks_off_is_refused(form: str, kind: str, left: float) -> None:
+    data = written(sound(5.0), form=form, kind=kind)
+    assert part_of(data).samples
+    with pytest.raises(ValueError, match="no sound that can be decoded" if form == "FLAC" else "breaks off"):
+        part_of(data[: int(len(data) * left)])
+
+
+def test_what_follows_a_sound_does_no_harm() -> None:
+    """Tags, other chunks and an odd byte that nothing fills up."""
+    for form, more in (("WAV", b"LIST\x04\0\0\0INFO"), ("OGG", b"more"), ("MP3", b"TAG" + bytes(125))):
+        data = written(sound(1.0), form=form, kind={"WAV": "PCM_U8", "OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}[form])
+        assert samples_of(part_of(data + more)).tobytes() == part_of(data).samples
+    odd = written(sound(1.0)[:-1], kind="PCM_U8")
+    assert len(samples_of(part_of(odd.removesuffix(b"\0")))) == RATE - 1
+
+
+def test_an_mp3_before_whose_sound_tags_grew() -> None:
+    """Its header counts bytes that belong to the tag, or frames that are damaged: nothing is missing."""
+    data = written(sound(2.0), form="MP3", kind="MPEG_LAYER_III")
+    at = data.index(b"Xing" if b"Xing" in data else b"Info") + 8
+    frames, size = (int.from_bytes(data[place : place + 4], "big") for place in (at, at + 4))
+    for claimed in ((frames, size + 1000), (frames + 5, size), (frames + 1, size + 1000)):
+        changed = data[:at] + b"".join(one.to_bytes(4, "big") for one in claimed) + data[at + 8 :]
+        assert len(samples_of(part_of(changed))) >= 2 * RATE
 
 
 @pytest.mark.parametrize("channels", [1, 2])

@@ -130,16 +130,18 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     except OctavoError as problem:
         return _Verdict(False, " ".join(str(problem).split()))
     family = next((row["family"] for row in families() if facts.architecture in row["architectures"]), "")
-    writes = "generate" in facts.tasks
+    writes = "generate" in facts.tasks and not facts.hears
     chats = writes and facts.max_encoder_len is None and tokenizer is not None and tokenizer.chat_template is not None
     known = "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens"
+    tasks = ("transcribe",) if facts.hears else facts.tasks
     shown: list[tuple[str, str, Any]] = [
         ("architecture", f"{facts.architecture}{f' ({family})' if family else ''}", facts.architecture),
-        ("tasks", ", ".join(facts.tasks), list(facts.tasks)),
+        ("tasks", ", ".join(tasks), list(tasks)),
         ("context", f"{facts.max_model_len} tokens", facts.max_model_len),
     ]
     if facts.max_encoder_len is not None:
-        shown.append(("prompts", f"{facts.max_encoder_len} tokens, read by the encoder", facts.max_encoder_len))
+        what, of = ("sound", "positions") if facts.hears else ("prompts", "tokens")
+        shown.append((what, f"{facts.max_encoder_len} {of}, read by the encoder", facts.max_encoder_len))
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))

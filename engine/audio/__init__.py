@@ -14,7 +14,6 @@ from engine.audio.transcribing import (
     Placing,
     Question,
     Segment,
-    SpeechTask,
     Thresholds,
     Transcription,
     check_alignment,
@@ -22,6 +21,7 @@ from engine.audio.transcribing import (
     segments_of,
 )
 from engine.audio.words import Word, words_of
+from engine.interface.outputs import SpeechTask
 
 __all__ = [
     "Answer", "Asking", "Cutter", "LogMel", "Placing", "Question", "Resampler", "Samples", "Segment", "SpeechTask",

@@ -7,18 +7,18 @@ import io
 import numpy as np
 import soundfile
 
-from engine.audio import flac, mpeg
-from engine.audio.links import links
+from engine.audio import flac, mpeg, riff
+from engine.audio.links import check_end, links
 from engine.audio.resampling import Resampler, Samples
+from engine.audio.samples import MOST_CHANNELS, fault_of
 
 FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
 RATES = (4_000, 384_000)  # samples a second that a file may have
-MOST_CHANNELS = 32
 MOST_FILES = 10_000  # that may be joined in one
 _BLOCK = 1 << 20  # numbers that are read at a time
 _MOST_FRAMES = 1 << 24  # that are resampled at a time, which takes about 20 bytes for each
 _UNKNOWN = 1 << 40  # frames: more than any file has, so that they are only not known
-_COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted}
+_COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted, "WAV": riff.counted, "WAVEX": riff.counted}
 
 
 def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float) -> tuple[Samples, float]:
@@ -38,6 +38,8 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
         parts = links(data, form)
         if len(parts) > MOST_FILES:
             raise ValueError(f"{len(parts)} files were joined in it, and {MOST_FILES} at most are read")
+        if form == "OGG":
+            check_end(parts[-1])
         files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in parts]
         return _decode(files, rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
@@ -125,8 +127,8 @@ def _read(file: soundfile.SoundFile, first: int, end: int) -> Samples:
         block = file.read(min(end - first, _BLOCK // file.channels), dtype="float32", always_2d=True)
         if not len(block):
             break
-        if not np.isfinite(block).all():
-            raise ValueError("it holds numbers that are no sound (infinite, or not a number)")
+        if fault := fault_of(block):
+            raise ValueError(fault)
         parts.append(block.mean(axis=1, dtype=np.float32))
         first += len(block)
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)

@@ -29,6 +29,11 @@ _NAMES = dict(_pairs(_WRITTEN))
 _CODES = {name: code for code, name in _NAMES.items()} | dict(_pairs(_ALSO))
 
 
+def language_codes() -> list[str]:
+    """Those of all languages that have a name here."""
+    return list(_NAMES)
+
+
 def language_name(code: str) -> str:
     """The English name of a language; its code where there is none."""
     return _NAMES.get(code, code)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 from engine.audio.flac import MARK
 
-_PAGE, _BEGINS = 27, 2  # bytes of a page's head without its table; the flag of a stream's first page
+# Bytes of a page's head without its table; the flags of a stream's first and last page.
+_PAGE, _BEGINS, _ENDS = 27, 2, 4
 
 
 def links(data: bytes, form: str) -> list[bytes]:
@@ -19,6 +23,18 @@ def links(data: bytes, form: str) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *starts], [*starts, len(data)], strict=True)]
 
 
+def check_end(data: bytes) -> None:
+    """Refuse an Ogg file whose last page is not there.
+
+    Raises:
+        ValueError: it breaks off.
+    """
+    for at, end in deque(_pages(data), maxlen=1):
+        if end <= len(data) and data[at + 5] & _ENDS:
+            return
+        raise ValueError("it breaks off: its last page is cut, or does not say that it is the last one")
+
+
 def _flac_starts(data: bytes) -> list[int]:
     return [found.start() for found in MARK.finditer(data)]
 
@@ -26,11 +42,19 @@ def _flac_starts(data: bytes) -> list[int]:
 def _ogg_starts(data: bytes) -> list[int]:
     """Where a stream begins behind pages of another; streams that begin together lie in each other."""
     starts: list[int] = []
-    at, begins = data.find(b"OggS"), False
-    while 0 <= at <= len(data) - _PAGE:
+    begins = False
+    for at, _ in _pages(data):
         before, begins = begins, bool(data[at + 5] & _BEGINS)
         if begins and not before:
             starts.append(at)
-        table = data[at + _PAGE : at + _PAGE + data[at + 26]]
-        at = data.find(b"OggS", at + _PAGE + len(table) + sum(table))
     return starts
+
+
+def _pages(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each page begins and should end."""
+    at = data.find(b"OggS")
+    while 0 <= at <= len(data) - _PAGE:
+        count = data[at + 26]
+        end = at + _PAGE + count + sum(data[at + _PAGE : at + _PAGE + count])
+        yield at, end
+        at = data.find(b"OggS", end)

@@ -26,12 +26,13 @@ def counted(data: bytes) -> bytes:
     What is no frame (tags, damage) and the headers of files that were joined are left out of the second.
 
     Raises:
-        ValueError: the rate, the version or mono changes within it.
+        ValueError: the rate, the version or mono changes within it; or it breaks off before the end that its header
+            tells.
     """
     if _is_whole(data):
         return data
     runs: list[tuple[int, int]] = []
-    kind, frames, claims = None, 0, []
+    kind, frames, headers = None, 0, list[tuple[int, int]]()
     for at, end, is_header in _frames(data):
         if kind is None:
             kind, first = _kind(data, at), data[at : at + 4]
@@ -41,14 +42,22 @@ def counted(data: bytes) -> bytes:
                 "send them one by one, or convert the file to one format"
             )
         if is_header:
-            claims.append((frames, _claimed(data, at)))
+            headers.append((at, frames))
         elif runs and runs[-1][1] == at:
             runs[-1] = (runs[-1][0], end)
         else:
             runs.append((at, end))
         frames += not is_header
-    if kind is None or (len(claims) == 1 and claims[0][0] == 0 and claims[0][1] >= frames):
+    if kind is None:
         return data
+    if len(headers) == 1 and headers[0][1] == 0:
+        at = headers[0][0]
+        claimed, size = _claimed(data, at), _claimed_bytes(data, at)
+        # Where nothing is missing one may be too large: frames are damaged, or a tag's bytes are counted, too.
+        if claimed > frames + 1 and size > len(data) - at:
+            raise ValueError(f"it breaks off: its header counts {claimed} frames, and {frames} are there")
+        if claimed >= frames:
+            return data
     return _header(first, frames) + b"".join(data[at:end] for at, end in runs)
 
 
@@ -57,9 +66,9 @@ def _is_whole(data: bytes) -> bool:
     at = _resume(data, 0)
     if at is None or not _is_header(data, at) or not _claimed(data, at):
         return False
-    place = at + _place(data[at + 1], data[at + 3])
-    rest = data[at + int.from_bytes(data[place + 12 : place + 16], "big") :]
-    return bool(data[place + 7] & 2) and (not rest or (len(rest) == 128 and rest.startswith(b"TAG")))
+    size = _claimed_bytes(data, at)
+    rest = data[at + size :]
+    return 0 < size <= len(data) - at and (not rest or (len(rest) == 128 and rest.startswith(b"TAG")))
 
 
 def _frames(data: bytes) -> Iterator[tuple[int, int, bool]]:
@@ -128,6 +137,14 @@ def _claimed(data: bytes, at: int) -> int:
     place = at + _place(data[at + 1], data[at + 3])
     tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 1
     return int.from_bytes(data[place + 8 : place + 12], "big") if tells else 0
+
+
+def _claimed_bytes(data: bytes, at: int) -> int:
+    """How many bytes a header counts from where it begins; 0 where it does not tell."""
+    place = at + _place(data[at + 1], data[at + 3])
+    tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 2
+    after = place + (12 if data[place + 7] & 1 else 8)  # frames come first, if they are told
+    return int.from_bytes(data[after : after + 4], "big") if tells else 0
 
 
 def _header(first: bytes, frames: int) -> bytes:

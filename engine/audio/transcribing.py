@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
+from engine.audio.languages import language_code
 from engine.errors import InvalidRequestError
-from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo
+from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo, SpeechTask
 from engine.interface.request import PoolingParams, SamplingParams
+from engine.interface.values import NumberRange, brief, check_number, fail
 
-SpeechTask = Literal["transcribe", "translate"]
-
+_TASKS: tuple[SpeechTask, ...] = get_args(SpeechTask)
+_MOST_TEMPERATURE = 2.0
 STEP, HOTTEST = 0.2, 1.0  # of temperatures that are tried one after the other
 
 
@@ -39,23 +41,25 @@ class Transcription:
     """What is asked of a speech model.
 
     Attributes:
-        task: the text in its own language, or in English.
-        language: its code; None: it is detected in the first window.
+        task: "transcribe" for the text in its own language, "translate" for English; None: what the model's
+            generation_config.json says, the first where it says nothing.
+        language: its code or its name; None: what the model's generation_config.json says; where it says nothing,
+            it is detected in the first window.
         prompt: tokens of a text that might have come before each window; the last ones count.
         timestamps: the answer says when.
         word_timestamps: each word gets its times, from where the decoder attends in the sound.
         temperature: 0 begins greedily, or with beams, and draws at higher temperatures what is not taken.
-        num_beams: at temperature 0.
+        num_beams: at temperature 0; None: as many as the model's generation_config.json says.
         seed: of what is drawn.
     """
 
-    task: SpeechTask = "transcribe"
+    task: SpeechTask | None = None
     language: str | None = None
     prompt: Sequence[int] = ()
     timestamps: bool = True
     word_timestamps: bool = False
     temperature: float = 0.0
-    num_beams: int = 1
+    num_beams: int | None = None
     seed: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 
@@ -118,8 +122,11 @@ class Asking:
     Args:
         info: of the model.
 
+    Attributes:
+        wanted: what is asked for, with the model's own task and language where it names none.
+
     Raises:
-        InvalidRequestError: the model cannot do what is asked for.
+        InvalidRequestError: a value is impossible, or the model cannot do what is asked for.
     """
 
     def __init__(self, info: EngineInfo, wanted: Transcription):
@@ -129,8 +136,9 @@ class Asking:
                 param="model",
                 code="unsupported_endpoint",
             )
-        self.wanted, self._info, self._speech = wanted, info, info.speech
-        self._start = info.decoder_start_token_id
+        _check_values(wanted, info.vocab_size)
+        self.wanted = wanted = _completed(wanted, info.speech)
+        self._info, self._speech, self._start = info, info.speech, info.decoder_start_token_id
         check_task(self._speech, wanted)
         if wanted.word_timestamps:
             check_alignment(self._speech)
@@ -172,7 +180,7 @@ class Asking:
         if speech.languages:
             begin.append(speech.languages[language or ""])
             if speech.tasks:
-                begin.append(speech.tasks[wanted.task])
+                begin.append(speech.tasks[wanted.task or "transcribe"])
         if not wanted.timestamps:
             begin.append(speech.no_timestamps_id)
         room = self._info.max_model_len - len(begin)
@@ -232,6 +240,38 @@ class Asking:
             decoder_start_token_id=begin[0],
         )
         return Question(begin, params)
+
+
+def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
+    """With the language's code, and the model's defaults, as `transformers` takes them."""
+    if wanted.language is not None:
+        wanted = replace(wanted, language=language_code(wanted.language))
+    if speech.defaults_are_forced and (wanted.task is not None or wanted.language is not None):
+        return replace(wanted, task=wanted.task or "transcribe")
+    return replace(wanted, task=wanted.task or speech.task, language=wanted.language or speech.language)
+
+
+def _check_values(wanted: Transcription, vocab_size: int) -> None:
+    """Refuse values that no model can do with.
+
+    Raises:
+        InvalidRequestError: names the field and the value.
+    """
+    if wanted.task not in (None, *_TASKS):
+        fail("task", f"task must be {' or '.join(_TASKS)}, got {brief(wanted.task)}.")
+    if not isinstance(wanted.language, str | None):
+        fail("language", f"language must be a code such as de or a name such as german, got {brief(wanted.language)}.")
+    check_number("temperature", wanted.temperature, NumberRange(low=0.0, high=_MOST_TEMPERATURE, optional=False))
+    check_number("num_beams", wanted.num_beams, NumberRange(low=1, integer=True))
+    prompt: object = wanted.prompt
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
+        fail("prompt", f"prompt must be a list of token ids, which a tokenizer makes of a text, got {brief(prompt)}.")
+    for token in wanted.prompt:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            message = f"prompt holds {brief(token)}, which is no token id of the vocabulary (0 to {vocab_size - 1})."
+            fail("prompt", message)
+    for name in ("compression_ratio", "logprob", "no_speech"):
+        check_number(name, getattr(wanted.thresholds, name), NumberRange())
 
 
 def check_task(speech: SpeechInfo, wanted: Transcription) -> None:

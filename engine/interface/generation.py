@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from engine.interface.dry import DEFAULT_ALLOWED_LENGTH, DEFAULT_BASE, Breakers,
 from engine.interface.outputs import SpeechInfo
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
-from engine.interface.speech import read_speech
+from engine.interface.speech import Vocabulary, read_speech
 from engine.interface.values import brief
 
 logger = logging.getLogger("octavo.generation")
@@ -88,13 +88,21 @@ class GenerationDefaults:
     speech: SpeechInfo | None = None
 
 
-def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool = True) -> GenerationDefaults:
+def load_defaults(
+    path: Path,
+    hf_config: Any,
+    vocab_size: int,
+    *,
+    honour: bool = True,
+    load_vocabulary: Callable[[], Vocabulary | None] = lambda: None,
+) -> GenerationDefaults:
     """Defaults of a checkpoint folder: `generation_config.json`, or where there is none the same fields
     in `config.json`, as `transformers` does.
 
     Args:
         vocab_size: ids outside the vocabulary are left out, with a warning.
-        honour: False keeps only the EOS ids.
+        honour: False keeps only the EOS ids, and of a speech model the special tokens.
+        load_vocabulary: see `read_speech`.
 
     Raises:
         ModelLoadError: the file is not a JSON object, or a value in it is impossible.
@@ -121,7 +129,7 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     # A list names the start of each input of a batch; one id alone is meant for all.
     starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
     start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
-    speech = read_speech(stored, vocab_size, hf_config)
+    speech = read_speech(stored, vocab_size, hf_config, load_vocabulary, honour=honour)
     if not honour:
         return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start, speech=speech)
     ignored = [

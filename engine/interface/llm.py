@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from engine.audio.resampling import Samples
+from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -24,6 +25,7 @@ from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, T
 from engine.pooled import check_sides
 from engine.text.processor import OutputProcessor, load_tokenizer
 
+Sound = NDArray[np.floating[Any] | np.integer[Any]]
 Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
 
 
@@ -92,24 +94,26 @@ class LLM(PoolingMethods):
         return [results[request_id] for request_id in ids]
 
     def transcribe(
-        self, sounds: Samples | Sequence[Samples], wanted: Transcription | None = None, *, use_tqdm: bool | None = None
+        self, sounds: Sound | Sequence[Sound], wanted: Transcription | None = None, *, use_tqdm: bool | None = None
     ) -> list[Transcript]:
         """The texts of sounds, in their order; the windows of all of them run together.
 
         Args:
-            sounds: mono samples at the rate of the model's preprocessor (16,000 a second), float32 from -1 to 1; one
-                sound or several, of any length.
+            sounds: one sound or several, of any length, at the rate of the model's preprocessor (16,000 a second):
+                arrays [samples] or [samples, channels], which are averaged, of floats from -1 to 1 or of integers
+                (uint8, int8, int16, int32), whose whole range is taken for that.
             wanted: language, task, timestamps and so on; None: the text in its own language, with timestamps.
             use_tqdm: progress bars; None shows them for long lists.
 
         Raises:
-            InvalidRequestError: the model is no speech model, or cannot do what is wanted.
+            InvalidRequestError: the model is no speech model, or cannot do what is wanted; or a sound is none.
             ModelLoadError: its preprocessor's config cannot be used.
             RequestFailedError: the engine failed on a window.
         """
         tokenizer = need_speech(self.engine.info, self.tokenizer)
-        listed = [sounds] if isinstance(sounds, np.ndarray) else list(sounds)
-
+        several = isinstance(sounds, list | tuple) and not (sounds and isinstance(sounds[0], int | float))
+        named = {f"sounds[{place}]": sound for place, sound in enumerate(sounds)} if several else {"sounds": sounds}
+        listed = [mono_samples(sound, name) for name, sound in named.items()]
         answers = partial(self.generate, use_tqdm=use_tqdm)
         places = partial(self._pool_inputs, what="aligning", use_tqdm=use_tqdm)
         return Transcriber(self.engine.info, tokenizer, answers, places).transcribe(listed, wanted or Transcription())

@@ -98,7 +98,7 @@ class Transcriber:
         hearings = [hearing for hearing in hearings if not self._is_silent(asking, hearing)]
         if wanted.word_timestamps:
             self._place(asking, hearings)
-        return [self._joined(hearings, number, languages[number], wanted) for number in range(len(sounds))]
+        return [self._joined(hearings, number, languages[number], asking.wanted) for number in range(len(sounds))]
 
     def _windows(self, number: int, sound: Samples) -> list[_Hearing]:
         cutter = Cutter(self.log_mel.window_samples, self.log_mel.rate)

@@ -382,6 +382,9 @@ class EntitiesInfo:
     max_width: int
 
 
+SpeechTask = Literal["transcribe", "translate"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechInfo:
     """The special tokens of a speech model.
@@ -393,6 +396,10 @@ class SpeechInfo:
         languages: the token of each language, by its code; {} of a model for one language.
         tasks: the tokens of "transcribe" and "translate"; {} of a model that knows the first alone.
         prompt_id: stands before a text that came before; None where the model names none.
+        language: the code of the one that is taken where a request names none; None: it is detected.
+        task: the one that is taken where a request names none.
+        defaults_are_forced: these two come from the older `forced_decoder_ids`, which count only where a request names
+            neither.
         alignment: tells when each token is said; None where the model does not say by which heads.
         no_alignment: why it is None.
     """
@@ -402,6 +409,9 @@ class SpeechInfo:
     languages: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, int] = field(default_factory=dict)
     prompt_id: int | None = None
+    language: str | None = None
+    task: SpeechTask = "transcribe"
+    defaults_are_forced: bool = False
     alignment: Alignment | None = None
     no_alignment: str = NO_ALIGNMENT
 

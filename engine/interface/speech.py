@@ -2,33 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
+from engine.audio.languages import language_code, language_codes
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import allow
-from engine.interface.outputs import NO_ALIGNMENT, Alignment, SpeechInfo
+from engine.interface.outputs import NO_ALIGNMENT, Alignment, SpeechInfo, SpeechTask
 from engine.interface.request import Decoding
 from engine.interface.sampling_table import MaskRow, mask_words
 from engine.interface.values import brief
 
 _FILTER_WIDTH = 7  # where the config names no median_filter_width
+_ENGLISH_VOCABULARY = 51_864  # tokens of the published models for English alone, whose tokenizers name all languages
+_NEEDED = ("no_timestamps_token_id", "prev_sot_token_id", "lang_to_id", "task_to_id")
+_TASKS: tuple[SpeechTask, ...] = get_args(SpeechTask)
 
 
-def read_speech(stored: Mapping[str, Any], vocab_size: int, config: Any = None) -> SpeechInfo | None:
-    """What a `generation_config.json` says of a speech model's tokens; None where it names no timestamps.
+class Vocabulary(Protocol):
+    """A tokenizer."""
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so; None where there is none."""
+
+
+def read_speech(
+    stored: Mapping[str, Any],
+    vocab_size: int,
+    config: Any = None,
+    load_vocabulary: Callable[[], Vocabulary | None] = lambda: None,
+    *,
+    honour: bool = True,
+) -> SpeechInfo | None:
+    """What a `generation_config.json` says of a speech model's tokens, and its tokenizer where that does not, as older
+    files of Whisper; None of a model that knows no timestamps, or for want of a tokenizer that would tell.
 
     Args:
         config: the model's, of `transformers`, which says how many heads there are.
+        load_vocabulary: gives the model's tokenizer, if it has one; called only where something is missing.
+        honour: False leaves out the language and the task that are taken where a request names none.
 
     Raises:
-        ModelLoadError: a value in it is impossible.
+        ModelLoadError: a value in it is impossible; or neither it nor Whisper's tokenizer names a token that is needed.
     """
+    vocabulary = None
+    needed = _NEEDED[:2] if stored.get("is_multilingual") is False else _NEEDED
+    if getattr(config, "model_type", None) == "whisper" and any(stored.get(name) is None for name in needed):
+        vocabulary = load_vocabulary()
+
+    def known(text: str) -> int | None:
+        found = None if vocabulary is None else vocabulary.token_id(f"<|{text}|>")
+        return None if found is None or found >= vocab_size else found
+
+    def known_among(names: Iterable[str]) -> dict[str, int]:
+        return {name: found for name in names if (found := known(name)) is not None}
+
     first = stored.get("no_timestamps_token_id")
+    if first is None:
+        first = known("notimestamps")
+    if first is None and vocabulary is not None:
+        raise ModelLoadError(
+            "generation_config.json names no no_timestamps_token_id, and the tokenizer has no token <|notimestamps|>. "
+            "Transcriptions need it. Take both from the model that this one was made of."
+        )
     if first is None:
         return None
 
@@ -51,17 +91,67 @@ def read_speech(stored: Mapping[str, Any], vocab_size: int, config: Any = None) 
     most, before = stored.get("max_initial_timestamp_index"), stored.get("prev_sot_token_id")
     if most is not None and (type(most) is not int or most < 0):
         raise ModelLoadError(f"generation_config.json: max_initial_timestamp_index must be 0 or more, found {most!r}.")
-    many = stored.get("is_multilingual", True) is not False
+    forced = _forced(stored, config) if honour else []
+    languages, tasks = tokens("lang_to_id"), tokens("task_to_id")
+    if not languages:
+        languages = known_among(language_codes())
+        tasks = tasks or known_among(_TASKS)
+    many = stored.get("is_multilingual")
+    if many is None and not stored.get("lang_to_id"):  # a beginning that is forced says it, or else the size
+        many = forced[0] in (None, *languages.values()) if forced else vocab_size != _ENGLISH_VOCABULARY
+    if many is False:
+        languages, tasks = {}, {}
+    if not tasks and forced and languages:
+        tasks = known_among(_TASKS)
+    before = known("startofprev") if before is None else token("prev_sot_token_id", before)
     found = _read_alignment(stored.get("alignment_heads"), config)
     return SpeechInfo(
         no_timestamps_id=first,
         max_initial_timestamp=most,
-        languages=tokens("lang_to_id") if many else {},
-        tasks=tokens("task_to_id") if many else {},
-        prompt_id=None if before is None else token("prev_sot_token_id", before),
+        languages=languages,
+        tasks=tasks,
+        prompt_id=before,
+        **(_defaults(stored, forced, languages, tasks) if honour and languages else {}),
         alignment=found if isinstance(found, Alignment) else None,
         no_alignment=found if isinstance(found, str) else "",
     )
+
+
+def _forced(stored: Mapping[str, Any], config: Any) -> list[int | None]:
+    """What `forced_decoder_ids` puts behind the first token, from place 1 on; None for what is found out."""
+    pairs = stored.get("forced_decoder_ids")
+    if pairs is None:
+        pairs = getattr(config, "forced_decoder_ids", None)
+    found: list[int | None] = []
+    for place, pair in enumerate(pairs if isinstance(pairs, list | tuple) else (), 1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] != place:
+            break
+        found.append(pair[1])
+    return found
+
+
+def _defaults(
+    stored: Mapping[str, Any], forced: list[int | None], languages: Mapping[str, int], tasks: Mapping[str, int]
+) -> dict[str, Any]:
+    """The language and the task that are taken where a request names none.
+
+    Raises:
+        ModelLoadError: the model does not know them.
+    """
+    language, task = stored.get("language"), stored.get("task")
+    if language is None and task is None:
+        named = next((code for code, token in languages.items() if token in forced), None)
+        does = next((name for name in _TASKS if tasks.get(name, -1) in forced), "transcribe")
+        return {"language": named, "task": does, "defaults_are_forced": True} if forced else {}
+    code = language_code(language.strip("<|>")) if isinstance(language, str) else language
+    for name, given, value, known in (("language", language, code, languages), ("task", task, task, tasks or _TASKS)):
+        if value is not None and (not isinstance(value, str) or value not in known):
+            raise ModelLoadError(
+                f"generation_config.json sets {name} to {brief(given)}, but the model knows "
+                f"{', '.join(sorted(known))}. Correct the file, or start with "
+                "--generation-config none to do without it."
+            )
+    return {"language": code, "task": task or "transcribe"}
 
 
 def _read_alignment(pairs: Any, config: Any) -> Alignment | str:

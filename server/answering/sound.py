@@ -77,4 +77,4 @@ def too_long(seconds: float, most: float) -> ApiError:
 
 
 def _refusal(reason: str) -> ApiError:
-    return ApiError(400, f"file cannot be used: {reason}.", param="file", code="invalid_audio")
+    return ApiError(400, f"file cannot be used: {reason.rstrip('.')}.", param="file", code="invalid_audio")

@@ -158,7 +158,7 @@ class TranscriptionRun:
                 granularities = self.form.granularities()
                 return _json(
                     VerboseTranscription(
-                        task=self.asking.wanted.task,
+                        task=self.asking.wanted.task or "transcribe",
                         language=language_name(self.language or "en"),
                         duration=round(seconds, 3),
                         text=text,

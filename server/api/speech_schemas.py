@@ -11,12 +11,18 @@ from server.api.multipart import Form, Upload
 from server.api.schemas import ServedBody
 from server.errors import ApiError, describe_validation, shown
 
-MAX_PROMPT = 16_384  # characters
 MAX_SPEECH_BEAMS = 64
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 Granularity = Literal["segment", "word"]
-_LISTS = ("timestamp_granularities", "include")
+# Fields of OpenAI's that would change the answer, with the values at which they do nothing.
+_UNSUPPORTED: dict[str, tuple[str, ...]] = {
+    "include": (),
+    "chunking_strategy": ("auto",),
+    "known_speaker_names": (),
+    "known_speaker_references": (),
+}
+_LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
 
 
 class SpeechForm(ServedBody):
@@ -25,9 +31,7 @@ class SpeechForm(ServedBody):
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
-    prompt: str | None = Field(
-        None, max_length=MAX_PROMPT, description="A text that might have come before; its last tokens count."
-    )
+    prompt: str | None = Field(None, description="A text that might have come before; its last tokens count.")
     response_format: ResponseFormat = Field("json", description="json, text, srt, vtt or verbose_json.")
     temperature: float = Field(
         0.0,
@@ -36,7 +40,12 @@ class SpeechForm(ServedBody):
         description="0 begins greedily, or with beams, and raises the temperature in steps of 0.2 up to 1 where an "
         "answer repeats itself or is a guess; above 0 it is kept.",
     )
-    num_beams: int = Field(1, ge=1, le=MAX_SPEECH_BEAMS, description="Beam search at temperature 0.")
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SPEECH_BEAMS,
+        description="Beam search at temperature 0; left out, as the model's own files say.",
+    )
     seed: int | None = Field(None, ge=0, lt=2**63, description="Makes what is drawn reproducible.")
     compression_ratio_threshold: float = Field(
         2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."
@@ -56,7 +65,7 @@ class SpeechForm(ServedBody):
             ApiError: names the first one.
         """
         self.refuse_unsupported()
-        for name, nothing in (("include", ()), ("chunking_strategy", ("auto",)), ("known_speaker_names", ())):
+        for name, nothing in _UNSUPPORTED.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in nothing:
                 message = f"{name} is not supported; leave it out, got {shown(value)}."
@@ -70,8 +79,7 @@ class SpeechForm(ServedBody):
         return ("segment",)
 
     def ignored_fields(self) -> list[str]:
-        known = ("include", "chunking_strategy", "known_speaker_names")
-        return [name for name in super().ignored_fields() if name not in known]
+        return [name for name in super().ignored_fields() if name not in _UNSUPPORTED]
 
 
 class TranscriptionForm(SpeechForm):
@@ -111,9 +119,11 @@ def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]
     """
     given: dict[str, Any] = {}
     for sent, values in form.texts.items():
-        name = sent.removesuffix("[]")
-        if name in _LISTS:
-            given[name] = given.get(name, []) + values
+        name, _, member = sent.removesuffix("]").partition("[")  # a list comes as field[], an object as field[member]
+        if member:
+            given[name] = (given[name] if isinstance(given.get(name), dict) else {}) | {member: values[0]}
+        elif name in _LISTS:
+            given[name] = (given[name] if isinstance(given.get(name), list) else []) + values
         elif len(values) > 1:
             raise ApiError(400, f"{name} was sent {len(values)} times; send it once.", param=name, code="invalid_value")
         elif values[0] or name == "prompt":  # an empty field is one that was left out

@@ -8,9 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment, language_code
+from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment
 from server.answering.endpoints import require
-from server.answering.prompt import Room, encode_fitting
 from server.answering.sound import find_log_mel
 from server.answering.transcription import TranscriptionRun
 from server.api.multipart import read_form
@@ -26,6 +25,10 @@ from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter()
+
+_PROMPT_END = (
+    16_384  # characters of a prompt that are read: more than half of a decoder's context, however it is written
+)
 
 
 def _document(form: type[SpeechForm]) -> dict[str, Any]:
@@ -45,8 +48,8 @@ def _document(form: type[SpeechForm]) -> dict[str, Any]:
     summary="Transcribe speech",
 )
 async def create_transcription(request: Request, service: ServiceDep) -> Response:
-    """The text of a sound in the language that is spoken."""
-    return await _respond(request, service, "transcribe", TranscriptionForm)
+    """The text of a sound, in the language that is spoken unless the model's generation_config.json says translate."""
+    return await _respond(request, service, None, TranscriptionForm)
 
 
 @router.post(
@@ -61,9 +64,9 @@ async def create_translation(request: Request, service: ServiceDep) -> Response:
     return await _respond(request, service, "translate", TranslationForm)
 
 
-async def _respond(request: Request, service: Service, task: SpeechTask, kind: type[SpeechForm]) -> Response:
+async def _respond(request: Request, service: Service, task: SpeechTask | None, kind: type[SpeechForm]) -> Response:
     arrival = time.monotonic()
-    require(service, f"/v1/audio/{'transcriptions' if task == 'transcribe' else 'translations'}")
+    require(service, f"/v1/audio/{'transcriptions' if task is None else 'translations'}")
     content = await request.body()
     async with service.reading:
         form = await asyncio.to_thread(read_form, content, request.headers.get("content-type", ""))
@@ -75,23 +78,19 @@ async def _respond(request: Request, service: Service, task: SpeechTask, kind: t
     assert tokenizer is not None  # `require` has refused both
     assert not isinstance(log_mel, str)
     most = service.client.info.max_num_beams
-    if fields.num_beams > most:
+    if fields.num_beams is not None and fields.num_beams > most:
         message = f"num_beams is {fields.num_beams}, but at most {most} are allowed (max_num_beams)."
         raise ApiError(400, message, param="num_beams", code="invalid_value")
     words, speech = "word" in fields.granularities(), service.client.info.speech
     if words and speech is not None:
         check_alignment(speech, "timestamp_granularities")
-    language = getattr(fields, "language", None)
     prompt: list[int] = []
     if fields.prompt and fields.prompt.strip():
-        room = Room(service.client.info.max_model_len)
-        text = f" {fields.prompt.strip()}"
-        prompt = await asyncio.to_thread(
-            encode_fitting, lambda part: tokenizer.encode(part, add_special_tokens=False), text, room
-        )
+        text = f" {fields.prompt.strip()}"[-_PROMPT_END:]
+        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     wanted = Transcription(
         task=task,
-        language=None if language is None else language_code(language),
+        language=getattr(fields, "language", None),
         prompt=prompt,
         timestamps=fields.response_format in ("srt", "vtt", "verbose_json"),
         word_timestamps=words,

@@ -1,0 +1,62 @@
+"""Arrays of numbers as mono samples, and what no sound is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.audio.resampling import Samples
+from engine.errors import InvalidRequestError
+from engine.interface.values import brief
+
+MOST_CHANNELS = 32
+_LOUDEST = 1e12  # far above what integers hold that were never scaled; spectra of more overflow
+_SCALES = {"uint8": (128, 128), "int8": (0, 2**7), "int16": (0, 2**15), "int32": (0, 2**31)}  # the middle, the most
+
+
+def fault_of(samples: Samples) -> str:
+    """Why samples are no sound; "" where they are."""
+    if not np.isfinite(samples).all():
+        return "it holds numbers that are no sound (infinite, or not a number)"
+    loudest = float(np.abs(samples).max(initial=0.0))
+    if loudest > _LOUDEST:
+        return f"it holds a number that is no sound ({loudest:.3g}, where samples go from -1 to 1)"
+    return ""
+
+
+def mono_samples(sound: Any, name: str) -> Samples:
+    """An array as float32 samples: channels are averaged and integers scaled, as those of a file are.
+
+    Args:
+        sound: [samples] or [samples, channels].
+        name: what a refusal calls it.
+
+    Raises:
+        InvalidRequestError: it is no such array, or no sound.
+    """
+    if not isinstance(sound, np.ndarray):
+        hint = {"Tensor": "its .numpy() is one", "list": "numpy.asarray(…, 'float32') makes one of a list of numbers"}
+        reads = "soundfile.read(…, dtype='float32') reads one from a file"
+        kind = type(sound).__name__
+        raise _refusal(f"{name} must be an array of numpy, got {brief(sound)} ({kind}); {hint.get(kind, reads)}.")
+    if sound.ndim not in (1, 2) or (sound.ndim == 2 and not 1 <= sound.shape[1] <= MOST_CHANNELS):
+        raise _refusal(
+            f"{name} must have the shape [samples], or [samples, channels] with at most {MOST_CHANNELS} channels, got "
+            f"{list(sound.shape)}. Where the channels come first, send its transpose."
+        )
+    kind = sound.dtype.name
+    if kind in _SCALES:
+        middle, most = _SCALES[kind]
+        sound = (sound.astype(np.float64) - middle) / most
+    elif sound.dtype.kind != "f":
+        raise _refusal(f"{name} must hold floats from -1 to 1, or {', '.join(_SCALES)}, got {kind}.")
+    with np.errstate(over="ignore"):  # what is too large for float32 is told below
+        samples: Samples = sound.astype(np.float32)
+    if fault := fault_of(samples):
+        raise _refusal(f"{name} cannot be used: {fault}.")
+    return samples.mean(axis=1, dtype=np.float32) if samples.ndim == 2 else samples
+
+
+def _refusal(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="sounds", code="invalid_audio")
