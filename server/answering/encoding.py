@@ -19,7 +19,7 @@ from server.errors import ApiError
 Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
 Boxes = Sequence[list[list[int]] | None]  # of each input those of its tokens, [left, upper, right, lower]; None: zeros
 
-ADVICE = "send truncate_prompt_tokens"  # to who sent a text that is too long
+ADVICE = "send truncate_prompt_tokens"  # about a text that is too long
 _AT_ONCE = 64  # texts between two looks at whether the client is still there
 
 

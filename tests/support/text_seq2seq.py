@@ -141,10 +141,9 @@ def marian_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
-    """A SentencePiece model and a vocabulary, whose files list the tokens of 100 languages as special ones."""
-    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES as M2M100_CODES
+def _sentencepiece(folder: Path) -> str:
+    """Train a model, and return its file."""
+    from sentencepiece import SentencePieceTrainer
 
     folder.mkdir(parents=True, exist_ok=True)
     SentencePieceTrainer.train(
@@ -153,7 +152,16 @@ def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
         minloglevel=2,
     )  # fmt: skip
     (folder / "sentencepiece.bpe.vocab").unlink()
-    pieces = SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+    return str(folder / "sentencepiece.bpe.model")
+
+
+def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
+    """A SentencePiece model and a vocabulary, whose files list the tokens of 100 languages as special ones."""
+    from sentencepiece import SentencePieceProcessor
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES as M2M100_CODES
+
+    file = _sentencepiece(folder)
+    pieces = SentencePieceProcessor(model_file=file)
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     for number in range(3, pieces.get_piece_size()):
         vocab.setdefault(pieces.id_to_piece(number), len(vocab))
@@ -167,16 +175,7 @@ def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
 
 
 def plbart_tokenizer(folder: Path) -> None:
-    from sentencepiece import SentencePieceTrainer
-
-    folder.mkdir(parents=True, exist_ok=True)
-    SentencePieceTrainer.train(
-        sentence_iterator=iter([" ".join(WORDS[start:] + WORDS[:start]) for start in range(20)]),
-        model_prefix=str(folder / "sentencepiece.bpe"), vocab_size=120, hard_vocab_limit=False, num_threads=1,
-        minloglevel=2,
-    )  # fmt: skip
-    (folder / "sentencepiece.bpe.vocab").unlink()
-    file = str(folder / "sentencepiece.bpe.model")
+    file = _sentencepiece(folder)
     hf = transformers.PLBartTokenizer(vocab_file=file, language_codes="base", src_lang="__java__", tgt_lang="__en_XX__")
     hf.save_pretrained(folder)
 
