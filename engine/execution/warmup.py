@@ -33,7 +33,7 @@ logger = logging.getLogger("octavo.execution")
 
 Measured = list[tuple[StepWork, float]]
 
-_TOKENS = 32
+_TOKENS = 16
 _CONTEXT = 1024
 # Tokens of the context on which kernels of one row are compared: attention reads it in more than one part.
 _TYPICAL = 400
@@ -116,7 +116,7 @@ def typical_row(runner: ModelRunner) -> Iterator[StepPlan]:
 def measure(
     runner: ModelRunner, *, max_tokens: int, max_model_len: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Costs, Measured]:
-    """What pairs and logits cost, and what small steps take; takes about as long as a prompt of 100 tokens.
+    """What pairs and logits cost, and what small steps take; takes about as long as a prompt of 60 tokens.
 
     Args:
         max_tokens: of a step.
@@ -144,7 +144,7 @@ def measure(
         scored = timed(_plan(runner, 0, count, scored=True)) if isinstance(runner.model.spec.head, Lm) else plain
     finally:
         runner.cache.clear_scratch()
-    # Where memory, not arithmetic, sets the pace, 32 tokens take hardly longer than one, and say little of many.
+    # Where memory, not arithmetic, sets the pace, 16 tokens take hardly longer than one, and say little of many.
     token = max((plain[1] - one[1]) / max(count - 1, 1), plain[1] / (4 * count))
     pairs = late[0].pairs - plain[0].pairs
     costs = Costs(

@@ -1,5 +1,5 @@
 // Products with weights of float32 and bfloat16, summed in float32.
-#include "gemm.h"
+#include "gemm_panels.h"
 
 namespace octavo::gemm {
 namespace {
@@ -120,33 +120,27 @@ struct Bfloat16 : ByVectors<Bfloat16> {
   }
 };
 
-// Lays weights [outputs, inputs] out in panels of PANEL columns and `unit` inputs; what is missing is 0.
+// Lays weights [outputs, inputs] out in panels of words, which are one float32 or two bfloat16; what is missing is 0.
 template <class T>
-void pack(const T* weight, int64_t stride, T* to, int64_t outputs, int64_t inputs, int64_t unit) {
-  const int64_t panels = (outputs + PANEL - 1) / PANEL, units = (inputs + unit - 1) / unit;
-  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
-    const Share mine = share(panels, thread, threads);
-    for (int64_t panel = mine.first; panel < mine.last; ++panel)
-      for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t output = panel * PANEL + column;
-        T* out = to + (panel * units * PANEL + column) * unit;
-        for (int64_t i = 0; i < units; ++i)
-          for (int64_t j = 0; j < unit; ++j)
-            out[i * PANEL * unit + j] =
-                output < outputs && i * unit + j < inputs ? weight[output * stride + i * unit + j] : T{};
-      }
+void pack(const T* weight, int64_t stride, T* to, int64_t outputs, int64_t inputs) {
+  constexpr int64_t BYTES = sizeof(T);
+  const int64_t units = (inputs * BYTES + 3) / 4;
+  each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
+    char* out = reinterpret_cast<char*>(to) + panel * units * PANEL * 4;
+    turn_rows(weight + first * stride, stride * BYTES, inputs * BYTES, rows, units,
+              [&](int64_t unit, int64_t column, Words words) { store_words(out + (unit * PANEL + column) * 4, words); });
   });
 }
 
 }  // namespace
 
 OCTAVO_EXPORT(gemm_pack_float32)(const float* weight, int64_t stride, float* to, int64_t outputs, int64_t inputs) {
-  pack(weight, stride, to, outputs, inputs, 1);
+  pack(weight, stride, to, outputs, inputs);
 }
 
 OCTAVO_EXPORT(gemm_pack_bfloat16)(const bfloat16* weight, int64_t stride, bfloat16* to, int64_t outputs,
                                   int64_t inputs) {
-  pack(weight, stride, to, outputs, inputs, 2);
+  pack(weight, stride, to, outputs, inputs);
 }
 
 OCTAVO_EXPORT_PRODUCT(float32, Float32)

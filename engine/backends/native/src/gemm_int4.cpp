@@ -4,6 +4,7 @@
 // A weight is q * scale + minimum, q from 0 to 15. Sums within a group are integers and exact; groups are added in
 // float32, in order: of each what q comes to, and then the minimum times the sum of the activations.
 #include "gemm_groups.h"
+#include "gemm_panels.h"
 #include "half.h"
 
 namespace octavo::gemm {
@@ -75,26 +76,20 @@ struct Int4 : ByVectors<Int4> {
 
 // q [outputs, groups, GROUP / 2], see gemm_quantise.cpp, scales and minima [outputs, groups, 2].
 OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const float16* scales, uint8_t* to, int64_t outputs, int64_t inputs) {
-  const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
-  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
-    const Share mine = share(panels * groups, thread, threads);
-    for (int64_t block = mine.first; block < mine.last; ++block) {
-      uint8_t* out = to + block * GROUP_BYTES;
-      float16* out_scales = reinterpret_cast<float16*>(out + PANEL * GROUP / 2);
-      const int64_t group = block % groups;
-      for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t output = block / groups * PANEL + column;
-        const bool real = output < outputs;
-        const uint8_t* from = q + (output * groups + group) * (GROUP / 2);
-        for (int64_t i = 0; i < 2; ++i)
-          out_scales[i * PANEL + column] = real ? scales[(output * groups + group) * 2 + i] : float16{0};
-        for (int64_t i = 0; i < UNITS / 2; ++i) {
-          uint32_t word = 0;
-          if (real) __builtin_memcpy(&word, from + i * UNIT, UNIT);
-          __builtin_memcpy(out + (i * PANEL + column) * UNIT, &word, UNIT);
-        }
-      }
-    }
+  constexpr int64_t WORDS = UNITS / 2;  // of a group of an output
+  const int64_t groups = groups_of(inputs), size = groups * GROUP / 2;
+  each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
+    uint8_t* out = to + panel * groups * GROUP_BYTES;
+    turn_rows(q + first * size, size, size, rows, groups * WORDS, [&](int64_t word, int64_t column, Words words) {
+      store_words(out + word / WORDS * GROUP_BYTES + (word % WORDS * PANEL + column) * UNIT, words);
+    });
+    // A word is the scale and the minimum of a group.
+    turn_rows(scales + 2 * first * groups, 4 * groups, 4 * groups, rows, groups,
+              [&](int64_t group, int64_t column, Words words) {
+                uint8_t* place = out + group * GROUP_BYTES + PANEL * GROUP / 2 + 2 * column;
+                store_halves(place, words);
+                store_halves(place + 2 * PANEL, words >> 16);
+              });
   });
 }
 

@@ -3,6 +3,7 @@
 //
 // Sums within a group are integers and exact; groups are added in float32, in order.
 #include "gemm_groups.h"
+#include "gemm_panels.h"
 #include "half.h"
 
 namespace octavo::gemm {
@@ -70,26 +71,19 @@ struct Int8 : ByVectors<Int8> {
 
 // q [outputs, inputs], scales [outputs, groups].
 OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
-  constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte
-  const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
-  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
-    const Share mine = share(panels * groups, thread, threads);
-    for (int64_t block = mine.first; block < mine.last; ++block) {
-      int8_t* out = to + block * GROUP_BYTES;
-      float16* out_scales = reinterpret_cast<float16*>(out + PANEL * GROUP);
-      const int64_t group = block % groups, size = smaller(GROUP, inputs - group * GROUP);
-      for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t output = block / groups * PANEL + column;
-        const bool real = output < outputs;
-        uint32_t words[UNITS] = {};
-        if (real) __builtin_memcpy(words, q + output * inputs + group * GROUP, static_cast<size_t>(size));
-        out_scales[column] = real ? scales[output * groups + group] : float16{0};
-        for (int64_t i = 0; i < UNITS; ++i) {
-          words[i] ^= FLIPPED;
-          __builtin_memcpy(out + (i * PANEL + column) * UNIT, words + i, UNIT);
-        }
-      }
-    }
+  const int64_t groups = groups_of(inputs);
+  each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
+    int8_t* out = to + panel * groups * GROUP_BYTES;
+    turn_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS, [&](int64_t unit, int64_t column, Words words) {
+      store_words(out + unit / UNITS * GROUP_BYTES + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
+    });
+    // A word is the scales of two groups.
+    turn_rows(scales + first * groups, 2 * groups, 2 * groups, rows, (groups + 1) / 2,
+              [&](int64_t pair, int64_t column, Words words) {
+                int8_t* place = out + 2 * pair * GROUP_BYTES + GROUP * PANEL + 2 * column;
+                store_halves(place, words);
+                if (2 * pair + 1 < groups) store_halves(place + GROUP_BYTES, words >> 16);
+              });
   });
 }
 

@@ -3,6 +3,7 @@
 //
 // Sums are integers and exact. Rows of x are quantised by the product itself: round(x * 127 / largest magnitude).
 #include "gemm_integer.h"
+#include "gemm_panels.h"
 
 namespace octavo::gemm {
 namespace {
@@ -79,31 +80,15 @@ struct Int8Fast : ByVectors<Int8Fast> {
 // q [outputs, inputs] from -127 to 127, scales [outputs].
 OCTAVO_EXPORT(gemm_pack_int8_fast)(const int8_t* q, const float* scales, int8_t* to, int64_t outputs,
                                    int64_t inputs) {
-  constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte
-  constexpr int64_t LINE = 64 / UNIT;
-  const int64_t panels = (outputs + PANEL - 1) / PANEL, units = units_of(inputs);
-  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
-    const Share mine = share(panels, thread, threads);
-    for (int64_t panel = mine.first; panel < mine.last; ++panel) {
-      int8_t* out = to + panel * Int8Fast::panel_bytes(inputs);
-      float* out_scales = reinterpret_cast<float*>(out + units * UNIT * PANEL);
-      // A line of each row at a time: whole rows would push each other out of the first level.
-      for (int64_t unit = 0; unit < units; unit += LINE)
-        for (int64_t column = 0; column < PANEL; ++column) {
-          const int64_t output = panel * PANEL + column, left = inputs - unit * UNIT;
-          uint32_t words[LINE] = {};
-          if (output < outputs)
-            __builtin_memcpy(words, q + output * inputs + unit * UNIT, left >= 64 ? 64 : static_cast<size_t>(left));
-          for (int64_t i = 0; i < smaller(LINE, units - unit); ++i) {
-            words[i] ^= FLIPPED;
-            __builtin_memcpy(out + ((unit + i) * PANEL + column) * UNIT, words + i, UNIT);
-          }
-        }
-      for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t output = panel * PANEL + column;
-        out_scales[column] = output < outputs ? scales[output] : 0;
-      }
-    }
+  const int64_t units = units_of(inputs);
+  each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
+    int8_t* out = to + panel * Int8Fast::panel_bytes(inputs);
+    turn_rows(q + first * inputs, inputs, inputs, rows, units, [&](int64_t unit, int64_t column, Words words) {
+      store_words(out + (unit * PANEL + column) * UNIT, words ^ FLIPPED);
+    });
+    turn_rows(scales + first, 4, 4, rows, 1, [&](int64_t, int64_t column, Words words) {
+      store_words(out + (units * PANEL + column) * UNIT, words);
+    });
   });
 }
 

@@ -11,6 +11,7 @@ constexpr int32_t OFFSET = 128;
 #else
 constexpr int32_t OFFSET = 0;
 #endif
+constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte of a word
 
 OCTAVO_INLINE Integers integers(int32_t value) { return value - Integers{}; }
 
