@@ -1,4 +1,4 @@
-"""What of files the system has in memory, and making it forget them (Linux)."""
+"""What of files the system has in memory, making it forget them (Linux), and memory that it has at hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 
 def can_evict() -> bool:
@@ -50,3 +52,10 @@ def resident(file: Path) -> float:
         if failed:
             raise OSError(ctypes.get_errno(), f"mincore of {file}")
         return sum(page & 1 for page in found) / pages
+
+
+def touch(size: int) -> None:
+    """Write to so many bytes of new memory, and free them: the next that asks for memory gets what a virtual machine's
+    host has already given. Its host may take back what is free for a while, and giving it anew can take longer than what
+    is measured."""
+    np.ones(size, dtype=np.uint8)
