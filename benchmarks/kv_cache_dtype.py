@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,23 @@ def told(row: dict[str, Any]) -> str:
 
 
 class Decoder:
-    """An engine whose requests have computed their prompts and decode on."""
+    """An engine whose requests have computed their prompts and decode on.
 
-    def __init__(self, folder: str, kind: str, dtype: str, requests: int, context: int, steps: int):
+    Args:
+        settings: of `EngineConfig`: formats.
+        steps: that it can be run.
+    """
+
+    def __init__(self, folder: str, settings: Mapping[str, Any], requests: int, context: int, steps: int):
         blocks = requests * -(-(context + steps) // BLOCK)
         self.engine = Engine(
             EngineConfig(
                 model=folder,
-                dtype=dtype,  # type: ignore[arg-type]
-                kv_cache_dtype=kind,  # type: ignore[arg-type]
                 num_gpu_blocks_override=blocks,
                 enable_prefix_caching=False,
                 max_step_time=0,
                 show_progress=False,
+                **settings,
             )
         )
         rng = random.Random(0)
@@ -172,38 +176,45 @@ class Decoder:
         return made / seconds
 
 
+def decode_in_turns(decoders: Mapping[str, Decoder], base: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Decode speed of several engines, in rounds that alternate, and its ratio to one of theirs, round by round."""
+    speeds: dict[str, list[float]] = {kind: [] for kind in decoders}
+    for decoder in decoders.values():
+        decoder.run(2)
+    for _ in range(rounds):
+        for kind, decoder in decoders.items():
+            speeds[kind].append(decoder.run(steps))
+    results = []
+    for kind, found in speeds.items():
+        ratio = round(statistics.median(a / b for a, b in zip(found, speeds[base], strict=True)), 3)
+        results.append(
+            {
+                "format": kind,
+                "tokens_per_second": round(statistics.median(found), 1),
+                "ratio": ratio,
+                "rounds": [round(speed, 1) for speed in found],
+            }
+        )
+        print(f"{kind:9s} {results[-1]['tokens_per_second']} tok/s, {ratio} of {base}", flush=True)
+    return results
+
+
 def measure_speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Decode speed by format, in rounds that alternate."""
+    """Decode speed by format."""
     # A step or two beyond what is timed: prompts end at different steps, and each engine warms up.
     steps = options.rounds * options.steps + 64
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), getattr(torch, options.dtype))
         decoders = {
-            kind: Decoder(folder, kind, options.dtype, options.requests, options.context, steps)
+            kind: Decoder(
+                folder, {"dtype": options.dtype, "kv_cache_dtype": kind}, options.requests, options.context, steps
+            )
             for kind in dict.fromkeys((options.dtype, *options.formats))
         }
-        rounds: dict[str, list[float]] = {kind: [] for kind in decoders}
-        for decoder in decoders.values():
-            decoder.run(2)
-        for _ in range(options.rounds):
-            for kind, decoder in decoders.items():
-                rounds[kind].append(decoder.run(options.steps))
+        results = decode_in_turns(decoders, options.dtype, options.rounds, options.steps)
         device = decoders[options.dtype].engine.info.device
         for decoder in decoders.values():
             decoder.engine.close()
-    own = rounds[options.dtype]
-    results = []
-    for kind, speeds in rounds.items():
-        ratio = round(statistics.median(a / b for a, b in zip(speeds, own, strict=True)), 3)
-        results.append(
-            {
-                "format": kind,
-                "tokens_per_second": round(statistics.median(speeds), 1),
-                "ratio_to_own_format": ratio,
-                "rounds": [round(speed, 1) for speed in speeds],
-            }
-        )
-        print(f"{kind:8s} {results[-1]['tokens_per_second']} tok/s, {ratio} of {options.dtype}", flush=True)
     return {
         "dtype": options.dtype,
         "device": device,

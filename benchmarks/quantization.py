@@ -11,8 +11,12 @@ Where llama.cpp is installed as a peer (benchmarks/README.md says how), its own 
 files, and llama.cpp and Octavo read these: the same tokens at the same positions, KV caches of float32 in both, so that
 weights and products are all that differ. Octavo widens a file's weights or has them `stored`.
 
+With --speed, instead of all this: decode steps on a random 135M-parameter LLaMA shape in bfloat16, in rounds that
+alternate between the kinds of weights. The ratio is to int8-fast.
+
     python benchmarks/quantization.py
     python benchmarks/quantization.py --peers-dir PEERS
+    python benchmarks/quantization.py --speed
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kv_cache_dtype import TRAINED, tell_stories
-from offline import ROOT, machine
+from kv_cache_dtype import TRAINED, Decoder, decode_in_turns, tell_stories
+from offline import ROOT, machine, make_checkpoint
 from peers import process
 from peers.engines import Files
 from torch import Tensor
@@ -53,6 +57,8 @@ MODELS = {"stories260k": TRAINED, "chat": CHAT}
 FIRST = {TRAINED: 1, CHAT: 0}
 """The token that the models' texts begin with."""
 GROUP = 32
+BASE, CONTEXT = "int8-fast", 128  # of speed
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def round_to_q8_0(x: Tensor) -> Tensor:
@@ -211,6 +217,25 @@ class LlamaCpp:
         self._worker.close()
 
 
+def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode speed by kind of weights and number of requests."""
+    found = []
+    for requests in options.requests:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(Path(folder), torch.bfloat16)
+            steps = options.rounds * options.steps + 64
+            decoders = {
+                kind: Decoder(folder, {"dtype": "bfloat16", "quantization": kind}, requests, CONTEXT, steps)
+                for kind in ("none", "int8", BASE, "int4")
+            }
+            print(f"{requests} requests", flush=True)
+            results = decode_in_turns(decoders, BASE, options.rounds, options.steps)
+            for decoder in decoders.values():
+                decoder.engine.close()
+        found.append({"requests": requests, "context": CONTEXT, "steps": options.steps, "results": results})
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; the result as it is written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,8 +244,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="has llama.cpp in a folder so named")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "quantization.json")
+    parser.add_argument("--speed", action="store_true", help="instead: how fast each is; a busy machine spoils it")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32], help="whose speed is measured")
+    parser.add_argument("--steps", type=int, default=32, help="of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="default: results/quantization.json, or quantization-speed.json")
     options = parser.parse_args(arguments)
+    if options.output is None:
+        options.output = RESULTS / f"quantization{'-speed' if options.speed else ''}.json"
+    if options.speed:
+        return write(options.output, {"speed": measure_speed(options)})
     if "stories260k" in options.models and not TRAINED.is_dir():
         parser.error(f"there is no trained model at {TRAINED}")
     install = process.find("llama.cpp", options.peers_dir)
@@ -251,20 +284,24 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             finally:
                 if peer:
                     peer.close()
-    library = native.current()
-    result = {
-        "benchmark": "quantization",
-        "machine": machine(),
-        "kernels": None if library is None else library.isa,
+    found = {
         "results": rows,
         "files": files,
         "tensors_of_files": formats,
         "llama.cpp": facts,
         "not_installed": [] if install else ["llama.cpp"],
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.output}")
+    return write(options.output, found)
+
+
+def write(output: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What was found, with the machine."""
+    library = native.current()
+    kernels = None if library is None else library.isa
+    result = {"benchmark": "quantization", "machine": machine(), "kernels": kernels} | found
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {output}")
     return result
 
 

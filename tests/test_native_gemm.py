@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.native import gemm
 from engine.backends.native.build import EMULATED_TILES
-from engine.backends.native.gemm import GROUP, Packed, matmul
+from engine.backends.native.gemm import GROUP, Form, Packed, Quantised, matmul
 from engine.model import quantisation
 
 pytestmark = needs_native
@@ -195,40 +195,44 @@ def test_weights_of_8_bits_with_a_scale_for_each_output_exactly(isa: str, case: 
     assert torch.equal(found, case.finished(sums))
 
 
-FEW_BITS = {8: (gemm.quantise_int8, gemm.pack_int8), 4: (gemm.quantise_int4, gemm.pack_int4)}
+FEW_BITS: dict[str, tuple[Callable[[Tensor], Quantised], Callable[..., Packed]]] = {
+    "int8": (gemm.quantise_int8, gemm.pack_int8),
+    "int8_rotated": (partial(gemm.quantise_int8, form="rotated"), gemm.pack_int8),
+    "int4": (gemm.quantise_int4, gemm.pack_int4),
+}
 
 
-def _assert_tiles_change_nothing(bits: int, case: Case) -> None:
-    quantise, pack = FEW_BITS[bits]
+def _assert_tiles_change_nothing(kind: str, case: Case) -> None:
+    quantise, pack = FEW_BITS[kind]
     made = quantise(case.weight)
     by_tiles, by_vectors = (pack(made, case.bias, amx=amx) for amx in (True, False))
-    assert (by_tiles.kind, by_vectors.kind) == (f"amx_int{bits}", f"int{bits}")
+    assert (by_tiles.kind, by_vectors.kind) == (f"amx_{kind}", kind)
     as_integers = torch.int16 if case.result == torch.bfloat16 else torch.int32
     found, wanted = (case.run(packed).contiguous().view(as_integers) for packed in (by_tiles, by_vectors))
     assert torch.equal(found, wanted)
 
 
 @each_amx
-@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("kind", FEW_BITS)
 @few
 @given(case=cases())
-def test_few_bits_by_tiles_are_those_by_vectors(isa: str, bits: int, case: Case) -> None:
+def test_few_bits_by_tiles_are_those_by_vectors(isa: str, kind: str, case: Case) -> None:
     with kernels_of(isa, case.threads):
-        _assert_tiles_change_nothing(bits, case)
+        _assert_tiles_change_nothing(kind, case)
 
 
 @each_amx
-@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("kind", FEW_BITS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(16, 33, 1), (17, 70, 1000), (300, 130, 32), (512, 31, 545), (1500, 40, 70)])
-def test_many_rows_of_few_bits_by_tiles(isa: str, bits: int, threads: int, shape: tuple[int, int, int]) -> None:
+def test_many_rows_of_few_bits_by_tiles(isa: str, kind: str, threads: int, shape: tuple[int, int, int]) -> None:
     """Several blocks of rows, several parts of a panel, some rows that are not finite."""
     rows, outputs, inputs = shape
     generator = torch.Generator().manual_seed(8)
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
     x[rows // 2, 0], x[rows // 3], x[rows // 4, inputs - 1] = torch.nan, 0, torch.inf
     with kernels_of(isa, threads):
-        _assert_tiles_change_nothing(bits, Case(x, weight, torch.arange(float(outputs)), torch.float32, threads))
+        _assert_tiles_change_nothing(kind, Case(x, weight, torch.arange(float(outputs)), torch.float32, threads))
 
 
 @each_amx
@@ -245,10 +249,10 @@ def test_tiles_multiply_every_integer_of_8_bits(isa: str) -> None:
 
 
 @each_amx
-@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("kind", FEW_BITS)
 @pytest.mark.parametrize("slower", [True, False])
 def test_the_faster_way_is_taken(
-    isa: str, bits: int, slower: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    isa: str, kind: str, slower: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is measured once, and the log says how."""
     seconds = 0.0
@@ -261,40 +265,75 @@ def test_the_faster_way_is_taken(
     gemm._tiles_are_faster.cache_clear()
     monkeypatch.setattr(gemm, "matmul", delayed)
     monkeypatch.setattr(gemm.time, "perf_counter", lambda: seconds)
-    quantise, pack = FEW_BITS[bits]
+    quantise, pack = FEW_BITS[kind]
     with kernels_of(isa), caplog.at_level(logging.INFO, "octavo.native"):
         made = quantise(torch.ones(4, 64))
         kinds = {pack(made).kind for _ in range(3)}
-        assert pack(made, amx=True).kind == f"amx_int{bits}"
-        assert pack(made, amx=False).kind == f"int{bits}"
+        assert pack(made, amx=True).kind == f"amx_{kind}"
+        assert pack(made, amx=False).kind == kind
     gemm._tiles_are_faster.cache_clear()
-    assert kinds == {f"int{bits}" if slower else f"amx_int{bits}"}
+    assert kinds == {kind if slower else f"amx_{kind}"}
     assert len([record for record in caplog.records if "by matrix tiles" in record.getMessage()]) == 1
 
 
 @each_isa
-@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("kind", FEW_BITS)
 @few
 @given(case=cases())
-def test_weights_with_scales_for_groups(isa: str, bits: int, case: Case) -> None:
-    quantise, pack = FEW_BITS[bits]
+def test_weights_with_scales_for_groups(isa: str, kind: str, case: Case) -> None:
+    quantise, pack = FEW_BITS[kind]
     with kernels_of(isa, case.threads):
         made = quantise(case.weight)
         found = case.run(pack(made, case.bias))
     rows, inputs = case.x.shape
     groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
-    integers, scales = _quantised_rows(groups)
-    x = (integers * scales.double()[:, None]).view(rows, -1)[:, :inputs]
-    weight, added = made.dense().double(), None
-    if bits == 4:
+    integers, scales = _quantised_rows(gemm.rotate(groups.float() / GROUP) if made.rotated else groups)
+    x = (integers * scales.double()[:, None]).view(rows, -1)
+    weight, added = replace(made, rotated=False, inputs=x.shape[1]).dense().double(), None
+    if made.has_minima:
+        x, weight = x[:, :inputs], weight[:, :inputs]
         minima = made.scales[..., 1].double().repeat_interleave(GROUP, 1)[:, :inputs]
         added = (weight - minima).abs() + minima.abs()
-    _assert_sums(found, case, x, weight, made.scales.shape[1] * (8 // bits) + 4, added)
+    _assert_sums(found, case, x, weight, made.scales.shape[1] * (2 if made.has_minima else 1) + 4, added)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("inputs", [1, 31, 32, 172])
+def test_rotated_groups_are_those_of_torch(isa: str, dtype: torch.dtype, inputs: int) -> None:
+    """To the bit, and they stand for the same weights: Sylvester's matrix times itself is the group's size."""
+    weight = torch.randn(37, inputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with kernels_of(isa):
+        made = gemm.quantise_int8(weight, "rotated")
+    by_torch = quantisation.quantise_by_torch(weight, "int8", "rotated")
+    assert torch.equal(made.values, by_torch.values)
+    assert torch.equal(made.scales, by_torch.scales)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < GROUP:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    groups = F.pad(weight.double(), (0, -inputs % GROUP)).view(37, -1, GROUP) @ matrix.double()
+    assert ((made.integers() * made.scales[..., None].double() - groups).abs() <= made.scales[..., None] * 0.501).all()
+    assert float((made.dense() - weight.float()).abs().max()) < float(made.scales.max()) / 2
+
+
+@each_isa
+def test_a_large_activation_takes_less_from_its_neighbours_where_groups_are_rotated(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(64, 128, generator=generator), torch.randn(16, 128, generator=generator)
+    x[:, 5] = 50
+    errors = []
+    forms: tuple[Form, ...] = ("plain", "rotated")
+    for form in forms:
+        with kernels_of(isa):
+            found = matmul(gemm.pack_int8(gemm.quantise_int8(weight, form)), x)
+        errors.append(float((found - x @ weight.T).square().mean()))
+    assert errors[1] < 0.25 * errors[0]
 
 
 PACKERS = {
     "pack": gemm.pack,
     "int8": gemm.pack_int8,
+    "int8-rotated": lambda weight, bias=None: gemm.pack_int8(gemm.quantise_int8(weight, "rotated"), bias),
     "int8-fast": gemm.pack_int8_fast,
     "int4": gemm.pack_int4,
 }
@@ -378,7 +417,8 @@ def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
         assert torch.equal(gemm.unpack(gemm.pack(weight)), weight)
         assert torch.equal(gemm.unpack(gemm.pack(weight.bfloat16())), weight.bfloat16().float())
         for quantise, pack in (
-            (gemm.quantise_int8, gemm.pack_int8),
+            FEW_BITS["int8"],
+            FEW_BITS["int8_rotated"],
             (gemm.quantise_int8_fast, gemm.pack_int8_fast),
             (gemm.quantise_int4, gemm.pack_int4),
         ):
@@ -421,7 +461,7 @@ def test_4_bits_err_less_than_with_plain_scales(isa: str, dtype: torch.dtype) ->
     errors = []
     for portable, plain in ((False, line), (True, through_zero)):
         with kernels_of(isa):
-            made = gemm.quantise_int4(weight, portable)
+            made = gemm.quantise_int4(weight, "portable" if portable else "plain")
         assert made.levels().max() <= 15
         assert torch.equal(gemm.join_levels(made.levels()), made.values)
         assert torch.equal(made.dense()[7, 32:64], weight[7, 32:64].float())
@@ -439,10 +479,11 @@ def test_4_bits_err_less_than_with_plain_scales(isa: str, dtype: torch.dtype) ->
 def test_8_bits_of_small_and_large_weights(isa: str, size: float) -> None:
     """Halves are far apart near 0: no integer leaves its range, and errors are at most half a step of what is kept."""
     weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(7)) * size
-    for portable in (False, True):
+    forms: tuple[Form, ...] = ("plain", "portable")
+    for form in forms:
         with kernels_of(isa):
-            made = gemm.quantise_int8(weight, portable)
-        by_torch = quantisation.quantise_by_torch(weight, "int8", portable)
+            made = gemm.quantise_int8(weight, form)
+        by_torch = quantisation.quantise_by_torch(weight, "int8", form)
         assert torch.equal(made.scales, by_torch.scales)
         assert int((made.values.int() - by_torch.values.int()).abs().max()) <= 1  # ties
         assert made.values.abs().max() <= 127

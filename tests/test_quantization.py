@@ -93,7 +93,7 @@ def recorded() -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
 
 def dense(weight: Tensor, kind: Quantization) -> Tensor:
     """What a weight becomes at load."""
-    return quantisation.quantise(weight, kind).dense()
+    return quantisation.quantise(weight, kind, quantisation.form_on(weight.device, kind)).dense()
 
 
 def by_modules(engine: Engine) -> Engine:
@@ -120,6 +120,10 @@ def _steps(x: Tensor, kind: Quantization) -> Tensor:
     return (groups.abs().amax(2, keepdim=True) / 127).expand_as(groups).flatten(1)[:, : x.shape[1]]
 
 
+def _rotated(x: Tensor) -> Tensor:
+    return gemm.rotate(F.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)).flatten(1)
+
+
 @each_kind
 @pytest.mark.parametrize("name", SOURCES)
 def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder: Callable[[str], Path]) -> None:
@@ -140,14 +144,15 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         wanted = x @ weight.T + (0 if bias is None else bias.double())
         bits: Quantization = "int8" if kind == "int4" and path.startswith("head") else kind
         made = dense(modules[path].weight, bits).double()
-        step = _steps(x, bits) / 2
         float32 = 1e-5 * (x.abs() @ weight.abs().T + 1)
         error = (found - wanted).abs()
         if "router" in path or "opening" in path or (name == "classifier" and path.startswith("head")):
             kept += 1
             assert (error <= float32).all(), path
             continue
-        bound = x.abs() @ (made - weight).abs().T + step @ made.abs().T
+        if bits == "int8":  # both are rotated before they are rounded
+            x, made, weight = _rotated(x) / GROUP, _rotated(made), _rotated(weight)
+        bound = x.abs() @ (made - weight).abs().T + _steps(x, bits) / 2 @ made.abs().T
         assert (error <= 1.01 * bound + float32).all(), path
         assert (error > float32).any(), f"{path} is not quantised"
         relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
@@ -165,7 +170,7 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
     ends = [seen_by[id(of[last])][0] for seen_by, of in ((exact, modules), (seen, matrices(ours)))]
     ends[0] = ends[0][: len(ends[1])]  # plain products have rows of padding
     apart = (ends[1] - ends[0]).square().mean().sqrt() / ends[0].square().mean().sqrt()
-    assert apart < 3 * torch.tensor(relative).square().sum().sqrt(), "errors are amplified"
+    assert apart < 4 * torch.tensor(relative).square().sum().sqrt(), "errors are amplified"
     for engine in (plain, ours):
         engine.close()
 
@@ -258,7 +263,7 @@ def test_torch_computes_what_kernels_do(dtype: torch.dtype, inputs: int) -> None
     x[1, 2] = 0
     for kind in KINDS:
         ours = quantisation.product(weight.to(dtype), bias.to(dtype), kind)[0](x)
-        made = quantisation.quantise(weight.to(dtype).float(), kind)
+        made = quantisation.quantise(weight.to(dtype).float(), kind, quantisation.form_on(weight.device, kind))
         theirs = quantisation.torch_product(made, bias.to(dtype))(x)
         assert ours.shape == theirs.shape == (2, 3, 45)
         assert ours.dtype == theirs.dtype == dtype

@@ -55,7 +55,8 @@ def resident(file: Path) -> float:
 
 
 def touch(size: int) -> None:
-    """Write to so many bytes of new memory, and free them: the next that asks for memory gets what a virtual machine's
-    host has already given. Its host may take back what is free for a while, and giving it anew can take longer than what
-    is measured."""
+    """Write to so many bytes of new memory, and free them, so that memory which is asked for next is at hand.
+
+    A virtual machine's host may take back what is free for a while. To give it anew takes it longer than a load.
+    """
     np.ones(size, dtype=np.uint8)

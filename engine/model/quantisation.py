@@ -2,9 +2,11 @@
 
 Embeddings and norms keep their format. int8 has a scale for each `gemm.GROUP` inputs of an output, int4 a scale and a
 minimum, int8-fast a scale for each output. On a CPU activations become int8 in the product, with a scale for each group
-of a row, or for each row. What torch computes there is what `engine.backends.native.gemm` computes, from the same
-numbers: sums of integers are exact, so that a row's result depends on nothing but that row here as well. On a GPU,
-where there is no int8-fast, activations keep their format and weights are widened (`device_product`).
+of a row, or for each row. Groups of int8 that is made here are rotated before, those of weights as well
+(`gemm.rotate`), so that a large activation takes less from its neighbours. What torch computes there is what
+`engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so that a row's result
+depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations keep their format and
+weights are widened (`device_product`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native import gemm
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gemm import GROUP, Form, Quantised
 from engine.errors import ConfigError
 
 logger = logging.getLogger("octavo.model")
@@ -66,20 +68,27 @@ def quantiser() -> str:
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
-def quantise(weight: Tensor, kind: Quantization, portable: bool = False) -> Quantised:
+def form_on(device: torch.device, kind: Quantization) -> Form:
+    """How a weight is quantised that is multiplied there."""
+    return "rotated" if kind == "int8" and device.type == "cpu" and not gpu.serves(device) else "plain"
+
+
+def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
     """The weight [outputs, inputs] in few bits, on the CPU.
 
     Args:
-        portable: as other programs keep such weights, see `gemm.quantise_int8` and `gemm.quantise_int4`.
+        form: int8 alone can be rotated; int8-fast is plain in any form.
     """
     weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
-        return quantise_by_torch(weight, kind, portable)
+        return quantise_by_torch(weight, kind, form)
     if kind == "int8-fast":
         return gemm.quantise_int8_fast(weight)
-    return (gemm.quantise_int4 if kind == "int4" else gemm.quantise_int8)(weight, portable)
+    if kind == "int8":
+        return gemm.quantise_int8(weight, form)
+    return gemm.quantise_int4(weight, "portable" if form == "portable" else "plain")
 
 
 def product(
@@ -91,7 +100,7 @@ def product(
     Args:
         weight: quantised here if it is plain; it is not needed any more.
     """
-    made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
+    made = weight if isinstance(weight, Quantised) else quantise(weight, kind, form_on(weight.device, kind))
     if not native.available():
         return torch_product(made, bias), None
     packed = _PACKERS[kind](made, bias)
@@ -124,7 +133,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
     return gemm.matmul(packed, x.float()).to(x.dtype)
 
 
-def quantise_by_torch(weight: Tensor, kind: Quantization, portable: bool = False) -> Quantised:
+def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
     """What the quantisers of `gemm` make, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
@@ -132,15 +141,20 @@ def quantise_by_torch(weight: Tensor, kind: Quantization, portable: bool = False
         return Quantised(steps.to(torch.int8), scales, inputs)
     if kind == "int8":
         groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
-        steps, scales = _steps(groups, _portable_scales if portable else _kept_scales)
-        values = steps.to(torch.int8).view(outputs, -1)[:, :inputs].contiguous()
-        return Quantised(values, scales.view(outputs, -1), inputs)
+        rotated = form == "rotated"
+        steps, scales = _steps(
+            gemm.rotate(groups) if rotated else groups, _portable_scales if form == "portable" else _kept_scales
+        )
+        values = steps.to(torch.int8).view(outputs, -1)
+        if not rotated:
+            values = values[:, :inputs].contiguous()
+        return Quantised(values, scales.view(outputs, -1), inputs, rotated)
     if not weight.numel():
         values = torch.empty(outputs, -(-inputs // GROUP), GROUP // 2, dtype=torch.uint8)
         return Quantised(values, torch.empty(*values.shape[:2], 2, dtype=torch.float16), inputs)
     places = torch.arange(-(-inputs // GROUP) * GROUP).clamp(max=inputs - 1)  # past the end the last one again
     groups = weight.float()[:, places].view(-1, GROUP)
-    made = [_quantise_groups(part, portable) for part in torch.split(groups, _ROWS)]
+    made = [_quantise_groups(part, form == "portable") for part in torch.split(groups, _ROWS)]
     levels, lines = (torch.cat(parts) for parts in zip(*made, strict=True))
     return Quantised(gemm.join_levels(levels.view(outputs, -1, GROUP)), lines.view(outputs, -1, 2), inputs)
 
@@ -259,7 +273,8 @@ def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
 
 def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
     rows, (outputs, groups) = len(x), made.scales.shape[:2]
-    steps, scales = _steps(F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP))
+    taken = F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP)
+    steps, scales = _steps(gemm.rotate(taken.float() / GROUP) if made.rotated else taken)
     steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
     total, integers, factors = torch.zeros(rows, outputs), made.integers(), made.scales.float()
     for group in range(groups):  # in order, as the kernels add them

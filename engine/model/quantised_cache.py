@@ -30,14 +30,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gemm import GROUP, Form, Quantised
 from engine.host.folders import cache_folder, make_private
 from engine.model.quantisation import Quantization, quantiser
 from engine.model.weight_files import header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 4
+FORMAT = 5
 """Changes with the numbers that are read of a checkpoint or that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -87,6 +87,7 @@ class Matrix:
 
     name: str
     kind: Quantization
+    form: Form
     count: int
     outputs: int
     inputs: int
@@ -95,9 +96,10 @@ class Matrix:
     @property
     def values(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """How integers are stored."""
+        groups = -(-self.inputs // GROUP)
         if self.kind != "int4":
-            return torch.int8, (self.count, self.outputs, self.inputs)
-        return torch.uint8, (self.count, self.outputs, -(-self.inputs // GROUP), GROUP // 2)
+            return torch.int8, (self.count, self.outputs, groups * GROUP if self.form == "rotated" else self.inputs)
+        return torch.uint8, (self.count, self.outputs, groups, GROUP // 2)
 
     @property
     def scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -225,7 +227,7 @@ class Entry:
         values, scales = (self._tensors[name][index] for name in matrix.tensors)
         if not native.available():  # torch computes with what it is given: it shall not be a file's pages
             values, scales = values.clone(), scales.clone()
-        return Quantised(values, scales, matrix.inputs)
+        return Quantised(values, scales, matrix.inputs, matrix.form == "rotated")
 
 
 class Writer:

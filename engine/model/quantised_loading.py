@@ -15,7 +15,7 @@ import torch
 from engine.backends.native.gemm import Quantised
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.quantisation import ON_GPUS, Wanted, quantise
+from engine.model.quantisation import ON_GPUS, Wanted, form_on, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
 from engine.model.table import Destination, Same, WeightTable, keeps_rows
 from engine.model.transformer import Transformer
@@ -71,6 +71,7 @@ class MatrixLoading:
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
+                    form=form_on(model.device, kind),
                     count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
                     outputs=module.outputs,
                     inputs=module.inputs,
@@ -179,7 +180,8 @@ class MatrixLoading:
         matrix = self._matrices[module]
         if self._entry is not None:
             return self._entry.take(matrix, index)
-        made = quantise(module.weight[index] if isinstance(module, ExpertMatrices) else module.weight, matrix.kind)
+        weight = module.weight[index] if isinstance(module, ExpertMatrices) else module.weight
+        made = quantise(weight, matrix.kind, matrix.form)
         if self._writer is not None:
             try:
                 self._writer.put(matrix, index, made)

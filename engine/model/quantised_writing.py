@@ -305,7 +305,7 @@ def _made(checkpoint: Checkpoint, name: str, kind: Quantization | None) -> dict[
     tensor, stored = checkpoint.read(name), checkpoint.stored_name(name)
     if kind is None:
         return {stored: tensor}
-    made = quantise(tensor, kind, portable=True)
+    made = quantise(tensor, kind, "portable")
     if not bool(made.scales.isfinite().all()):
         raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} holds numbers that are not finite.")
     module = stored.removesuffix(".weight")

@@ -2,8 +2,9 @@
 
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
 for each, or int8 with a scale for each output ("int8_fast"). Sums are float32; for int8 and 4 bits the activations are
-quantised too, with as many scales as the weights have, and sums are integers first. A row of y is the same to the bit
-whatever other rows there are, and however many threads.
+quantised too, with as many scales as the weights have, and sums are integers first. Where groups of int8 weights are
+`rotate`d, those of activations are, too. A row of y is the same to the bit whatever other rows there are, and however
+many threads.
 
 Intel's matrix tiles multiply plain weights where a caller asks for it, and many rows by int8 and 4 bits where they are
 faster than vectors here, which is measured once and changes no bit.
@@ -34,8 +35,12 @@ from engine.backends.native.memory import Arena
 logger = logging.getLogger("octavo.native")
 
 Kind = Literal[
-    "float32", "bfloat16", "int8", "int8_fast", "int4", "amx_float32", "amx_bfloat16", "amx_int8", "amx_int4"
-]
+    "float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4",
+    "amx_float32", "amx_bfloat16", "amx_int8", "amx_int8_rotated", "amx_int4",
+]  # fmt: skip
+Form = Literal["plain", "portable", "rotated"]
+"""How weights are quantised: in groups as they lie; so, and with scales that have the bits of bfloat16, in which other
+programs keep them; or in groups that are `rotate`d before."""
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -54,7 +59,7 @@ _PACK_INT8_FAST = Kernel("gemm_pack_int8_fast", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
 _QUANTISE = {
     (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
-    for bits in ("int8", "int8_portable", "int8_fast", "int4", "int4_portable")
+    for bits in ("int8_plain", "int8_portable", "int8_rotated", "int8_fast", "int4_plain", "int4_portable")
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
@@ -70,16 +75,19 @@ class Quantised:
     """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
 
     Attributes:
-        values: int8 [outputs, inputs]; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
-            `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
+        values: int8 [outputs, inputs], of rotated groups [outputs, groups * GROUP]; or, of 4 bits, uint8
+            [outputs, groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four
+            bytes for every eight.
         scales: of int8 float16 [outputs, groups], or float32 [outputs]; of 4 bits float16 [outputs, groups, 2], a scale
             and a minimum: a weight is level * scale + minimum.
         inputs: how long a row is.
+        rotated: integers and scales are those of `rotate`d groups.
     """
 
     values: Tensor
     scales: Tensor
     inputs: int
+    rotated: bool = False
 
     def dense(self) -> Tensor:
         """The weight that this stands for, float32 [outputs, inputs]."""
@@ -90,6 +98,8 @@ class Quantised:
             groups = self.levels().float() * scales[..., :1] + scales[..., 1:]
         else:
             groups = self.integers().float() * scales[..., None]
+        if self.rotated:
+            groups = rotate(groups) / GROUP
         return groups.flatten(1)[:, : self.inputs]
 
     @property
@@ -101,12 +111,25 @@ class Quantised:
         """Where groups have scales, [outputs, groups, GROUP]: what these multiply; of int8 0 past a row's end."""
         if self.has_minima:
             return self.levels()
-        return F.pad(self.values, (0, -self.inputs % GROUP)).view(len(self.values), -1, GROUP)
+        return F.pad(self.values, (0, -self.values.shape[1] % GROUP)).view(len(self.values), -1, GROUP)
 
     def levels(self) -> Tensor:
         """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15; those past a row's end stand for nothing."""
         pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
+
+
+def rotate(groups: Tensor) -> Tensor:
+    """Groups [..., GROUP] times Sylvester's Hadamard matrix; done twice, that is GROUP times the groups.
+
+    Numbers are added in the order of the kernels (src/rotation.h), which gives the same bits.
+    """
+    shape, step = groups.shape, GROUP // 2
+    while step:
+        first, second = groups.reshape(*shape[:-1], GROUP // (2 * step), 2, step).unbind(-2)
+        groups = torch.stack((first + second, first - second), -2).view(shape)
+        step //= 2
+    return groups
 
 
 def join_levels(levels: Tensor) -> Tensor:
@@ -162,19 +185,18 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packe
     return packed
 
 
-def quantise_int8(weight: Tensor, portable: bool = False) -> Quantised:
+def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
     """Integers of 8 bits and for each GROUP inputs of an output the scale that puts the largest weight at about 127.
-
-    Args:
-        portable: scales have the bits of bfloat16, in which other programs keep them.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
     """
     weight = _matrix(weight)
-    scales = torch.empty(weight.shape[0], _groups(weight.shape[1]), dtype=torch.float16)
-    made = Quantised(torch.empty(weight.shape, dtype=torch.int8), scales, weight.shape[1])
-    return _quantised("int8_portable" if portable else "int8", weight, made)
+    outputs, inputs = weight.shape
+    groups, rotated = _groups(inputs), form == "rotated"
+    values = torch.empty(outputs, groups * GROUP if rotated else inputs, dtype=torch.int8)
+    made = Quantised(values, torch.empty(outputs, groups, dtype=torch.float16), inputs, rotated)
+    return _quantised(f"int8_{form}", weight, made)
 
 
 def quantise_int8_fast(weight: Tensor) -> Quantised:
@@ -188,11 +210,11 @@ def quantise_int8_fast(weight: Tensor) -> Quantised:
     return _quantised("int8_fast", weight, made)
 
 
-def quantise_int4(weight: Tensor, portable: bool = False) -> Quantised:
+def quantise_int4(weight: Tensor, form: Literal["plain", "portable"] = "plain") -> Quantised:
     """Integers of 4 bits and for each GROUP inputs the scale and minimum of least squared error among 9 tried.
 
     Args:
-        portable: minima are -8 scales, which have the bits of bfloat16; so other programs keep weights of 4 bits.
+        form: portable minima are -8 scales.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
@@ -201,7 +223,7 @@ def quantise_int4(weight: Tensor, portable: bool = False) -> Quantised:
     outputs, groups = weight.shape[0], _groups(weight.shape[1])
     values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
     made = Quantised(values, torch.empty(outputs, groups, 2, dtype=torch.float16), weight.shape[1])
-    return _quantised("int4_portable" if portable else "int4", weight, made)
+    return _quantised(f"int4_{form}", weight, made)
 
 
 def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
@@ -221,10 +243,12 @@ def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool 
         ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
-    outputs = made.values.shape[0]
-    _check(made.values, torch.int8, (outputs, made.inputs))
-    _check(made.scales, torch.float16, (outputs, _groups(made.inputs)))
-    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias)
+    outputs, groups = made.values.shape[0], _groups(made.inputs)
+    _check(made.values, torch.int8, (outputs, groups * GROUP if made.rotated else made.inputs))
+    _check(made.scales, torch.float16, (outputs, groups))
+    if _goes_by_tiles("int8", amx):
+        return _laid_out("amx_int8_rotated" if made.rotated else "amx_int8", _PACK_INT8, made, bias)
+    return _laid_out("int8_rotated" if made.rotated else "int8", _PACK_INT8, made, bias)
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
@@ -286,7 +310,8 @@ def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
 
 def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None) -> Packed:
     packed = _room(kind, made.values.shape[0], made.inputs, bias)
-    kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
+    inputs = made.values.shape[1] if made.rotated else made.inputs
+    kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, inputs)
     return packed
 
 

@@ -18,11 +18,13 @@ enum Kind : int64_t {
   BY_FLOAT32,
   BY_BFLOAT16,
   BY_INT8,
+  BY_INT8_ROTATED,
   BY_INT8_FAST,
   BY_INT4,
   BY_AMX_FLOAT32,
   BY_AMX_BFLOAT16,
   BY_AMX_INT8,
+  BY_AMX_INT8_ROTATED,
   BY_AMX_INT4,
 };
 
@@ -237,11 +239,13 @@ OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
 void float32_part(const Product& p, int thread, int threads);
 void bfloat16_part(const Product& p, int thread, int threads);
 void int8_part(const Product& p, int thread, int threads);
+void int8_rotated_part(const Product& p, int thread, int threads);
 void int8_fast_part(const Product& p, int thread, int threads);
 void int4_part(const Product& p, int thread, int threads);
 void amx_float32_part(const Product& p, int thread, int threads);
 void amx_bfloat16_part(const Product& p, int thread, int threads);
 void amx_int8_part(const Product& p, int thread, int threads);
+void amx_int8_rotated_part(const Product& p, int thread, int threads);
 void amx_int4_part(const Product& p, int thread, int threads);
 
 #define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \

@@ -21,8 +21,10 @@ constexpr int64_t X_BYTES = SIDE * ROW_GROUP_BYTES;  // of a group
 // Tiles 0 and 1 are sums; 2 is x, and 3 are weights: of both, a group is half a tile.
 constexpr TileShapes SHAPES{.row_bytes = {64, 64, GROUP, 64}, .rows = {16, 16, 16, UNITS}};
 
+template <bool OF_ROTATED>
 struct Int8 {
   static constexpr int64_t BYTES = INT8_GROUP_BYTES;
+  static constexpr bool ROTATED = OF_ROTATED;
   static constexpr bool HAS_MINIMA = false;
 
   // Units 2 * i and 2 * i + 1 of the columns from 16 * side on.
@@ -35,6 +37,7 @@ struct Int8 {
 
 struct Int4 {
   static constexpr int64_t BYTES = INT4_GROUP_BYTES;
+  static constexpr bool ROTATED = false;
   static constexpr bool HAS_MINIMA = true;
 
   static OCTAVO_INLINE_MEMBER void read(const char* group, int64_t i, int64_t side, Integers (&units)[2]) {
@@ -69,9 +72,10 @@ struct ByTiles {
         float* scales = reinterpret_cast<float*>(group + SIDE * GROUP);
         if (left < GROUP) {
           __builtin_memset(integers, 0, GROUP);
-          make_group(from, left, integers, scales[row], scales[SIDE + row], note);
+          make_group<Weights::ROTATED>(from, left, integers, scales[row], scales[SIDE + row], note);
         } else {
-          make_group(from, GROUP, integers, scales[row], scales[SIDE + row], note);  // a size that the compiler knows
+          // A size that the compiler knows.
+          make_group<Weights::ROTATED>(from, GROUP, integers, scales[row], scales[SIDE + row], note);
         }
       }
     }
@@ -171,14 +175,19 @@ OCTAVO_INLINE void part_by(Part& by_vectors, const Product& p, int thread, int t
 
 }  // namespace
 
-void amx_int8_part(const Product& p, int thread, int threads) { part_by<Int8>(int8_part, p, thread, threads); }
+void amx_int8_part(const Product& p, int thread, int threads) { part_by<Int8<false>>(int8_part, p, thread, threads); }
+void amx_int8_rotated_part(const Product& p, int thread, int threads) {
+  part_by<Int8<true>>(int8_rotated_part, p, thread, threads);
+}
 void amx_int4_part(const Product& p, int thread, int threads) { part_by<Int4>(int4_part, p, thread, threads); }
-OCTAVO_EXPORT_PART(amx_int8, ByTiles<Int8>)
+OCTAVO_EXPORT_PART(amx_int8, ByTiles<Int8<false>>)
+OCTAVO_EXPORT_PART(amx_int8_rotated, ByTiles<Int8<true>>)
 OCTAVO_EXPORT_PART(amx_int4, ByTiles<Int4>)
 
 #else
 
 void amx_int8_part(const Product&, int, int) {}
+void amx_int8_rotated_part(const Product&, int, int) {}
 void amx_int4_part(const Product&, int, int) {}
 
 #endif

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm_integer.h"
+#include "rotation.h"
 
 namespace octavo::gemm {
 
@@ -18,16 +19,23 @@ constexpr int64_t INT4_GROUP_BYTES = PANEL * (GROUP / 2 + 4);
 
 OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
-template <class T, class Number, class Note>
+// ROTATED: the group is rotated first, and divided by its size. `to` then gets all of a group's integers.
+template <bool ROTATED, class T, class Number, class Note>
 OCTAVO_INLINE void make_group(const T* x, int64_t size, int8_t* to, float& scale, Number& noted, const Note& note) {
-  const Steps steps = Steps::of(x, size);
-  scale = steps.scale;
-  noted = note(steps.scale, steps.write(x, size, to));
+  if constexpr (ROTATED) {
+    float rotated[GROUP];
+    rotate<GROUP>(x, size, 1.0f / GROUP, rotated);
+    make_group<false>(rotated, GROUP, to, scale, noted, note);
+  } else {
+    const Steps steps = Steps::of(x, size);
+    scale = steps.scale;
+    noted = note(steps.scale, steps.write(x, size, to));
+  }
 }
 
 // x: for each group [UNITS][rows][4], then scales [rows], then what `note` makes of the scale and of the sum of the
 // row's int8 in the group, [rows] of 4 bytes.
-template <class Number, class T, class Note>
+template <class Number, bool ROTATED, class T, class Note>
 OCTAVO_INLINE void prepare_groups(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to, const Note& note) {
   static_assert(sizeof(Number) == 4);
   const int64_t groups = groups_of(inputs);
@@ -41,9 +49,9 @@ OCTAVO_INLINE void prepare_groups(const T* x, int64_t stride, int64_t rows, int6
       int8_t* bytes = reinterpret_cast<int8_t*>(made);
       if (size < GROUP) {
         __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
-        make_group(from, size, bytes, scales[row], noted[row], note);
+        make_group<ROTATED>(from, size, bytes, scales[row], noted[row], note);
       } else {
-        make_group(from, GROUP, bytes, scales[row], noted[row], note);  // a size that the compiler knows
+        make_group<ROTATED>(from, GROUP, bytes, scales[row], noted[row], note);  // a size that the compiler knows
       }
     });
   }

@@ -27,8 +27,8 @@ struct Int4 : ByVectors<Int4> {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    prepare_groups<float>(x, stride, rows, inputs, to,
-                          [](float scale, int32_t sum) { return scale * static_cast<float>(sum); });
+    prepare_groups<float, false>(x, stride, rows, inputs, to,
+                                 [](float scale, int32_t sum) { return scale * static_cast<float>(sum); });
   }
 
   template <int N>

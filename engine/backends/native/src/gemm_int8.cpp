@@ -1,5 +1,5 @@
 // Products of int8 weights, with a scale for each GROUP inputs of an output, and activations that become int8, with a
-// scale for each GROUP inputs of a row.
+// scale for each GROUP inputs of a row: of plain groups, or of rotated ones, where both are (see rotation.h).
 //
 // Sums within a group are integers and exact; groups are added in float32, in order.
 #include "gemm_groups.h"
@@ -14,7 +14,8 @@ constexpr int64_t AHEAD = 4352;
 
 // Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]. x: see `prepare_groups`; what is noted is what
 // the offset of the weights adds to the sum, negated.
-struct Int8 : ByVectors<Int8> {
+template <bool ROTATED>
+struct Int8 : ByVectors<Int8<ROTATED>> {
 #if defined(__AVX512F__)
   static constexpr int ROWS = 8;
 #else
@@ -25,7 +26,7 @@ struct Int8 : ByVectors<Int8> {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    prepare_groups<int32_t>(x, stride, rows, inputs, to, [](float, int32_t sum) { return -OFFSET * sum; });
+    prepare_groups<int32_t, ROTATED>(x, stride, rows, inputs, to, [](float, int32_t sum) { return -OFFSET * sum; });
   }
 
   template <int N>
@@ -69,7 +70,7 @@ struct Int8 : ByVectors<Int8> {
 
 }  // namespace
 
-// q [outputs, inputs], scales [outputs, groups].
+// q [outputs, inputs], scales [outputs, groups]; inputs of rotated groups are whole groups.
 OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
@@ -87,6 +88,7 @@ OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to
   });
 }
 
-OCTAVO_EXPORT_PRODUCT(int8, Int8)
+OCTAVO_EXPORT_PRODUCT(int8, Int8<false>)
+OCTAVO_EXPORT_PRODUCT(int8_rotated, Int8<true>)
 
 }  // namespace octavo::gemm

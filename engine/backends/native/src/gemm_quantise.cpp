@@ -16,6 +16,10 @@ constexpr float MIDDLE = 8;    // the integer that stands for 0 where the minimu
 constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
 constexpr int TRIED = 4;       // scales on either side of the plain one
 
+// How weights are kept: as our own kernels read them, with scales that have the bits of bfloat16 as other programs keep
+// them, or in rotated groups.
+enum Form { PLAIN, PORTABLE, ROTATED };
+
 // What integers are multiplied by, and what is then added.
 struct Line {
   float scale, least;
@@ -106,13 +110,13 @@ struct Group {
   }
 };
 
-template <bool PORTABLE, class T>
+template <Form FORM, class T>
 OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, float16* line) {
   uint8_t levels[GROUP] = {};
   line[0].bits = line[1].bits = 0x7e00;  // not a number
   if (peak(weights, size) < __builtin_inff()) {
     const Group group(weights, size);
-    const Line best = PORTABLE ? group.best_symmetric() : group.best();
+    const Line best = FORM == PORTABLE ? group.best_symmetric() : group.best();
     line[0].bits = without_infinity(half_bits(best.scale), 0x7c00);
     line[1].bits = without_infinity(half_bits(best.least), 0x7c00);
     const float scale = widened(line[0]), least = widened(line[1]);
@@ -146,9 +150,19 @@ OCTAVO_INLINE float16 kept_scale(float scale) {
   return near;
 }
 
-// Integers count steps of the scale that is kept. It is at most a 512th part smaller than the one that puts the largest
-// weight at 127, which then comes to less than 127.5. Portable: scales have the bits of bfloat16.
-template <bool PORTABLE, class T>
+// Integers of a group, and their scale. They count steps of the scale that is kept: it is at most a 512th part smaller than
+// the one that puts the largest weight at 127, which then comes to less than 127.5.
+template <Form FORM, class T>
+OCTAVO_INLINE float16 count_steps(const T* weights, int64_t size, int8_t* q) {
+  Steps steps = Steps::of(weights, size);
+  const float16 scale = kept_scale(FORM == PORTABLE ? nearest_bfloat16(steps.scale) : steps.scale);
+  const float kept = widened(scale);
+  if (steps.reciprocal != 0) steps.reciprocal = kept > 0 ? 1 / kept : 0;
+  steps.write(weights, size, q);
+  return scale;
+}
+
+template <Form FORM, class T>
 void quantise_int8(const T* weight, int64_t stride, int8_t* q, float16* scales, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
@@ -156,16 +170,18 @@ void quantise_int8(const T* weight, int64_t stride, int8_t* q, float16* scales, 
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t output = i / groups, at = i % groups * GROUP, size = smaller(GROUP, inputs - at);
       const T* from = weight + output * stride + at;
-      Steps steps = Steps::of(from, size);
-      scales[i] = kept_scale(PORTABLE ? nearest_bfloat16(steps.scale) : steps.scale);
-      const float kept = widened(scales[i]);
-      if (steps.reciprocal != 0) steps.reciprocal = kept > 0 ? 1 / kept : 0;
-      steps.write(from, size, q + output * inputs + at);
+      if constexpr (FORM == ROTATED) {
+        float rotated[GROUP];
+        rotate<GROUP>(from, size, 1.0f, rotated);
+        scales[i] = count_steps<FORM>(rotated, GROUP, q + i * GROUP);
+      } else {
+        scales[i] = count_steps<FORM>(from, size, q + output * inputs + at);
+      }
     }
   });
 }
 
-template <bool PORTABLE, class T>
+template <Form FORM, class T>
 void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
@@ -173,7 +189,7 @@ void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, 
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t at = i % groups * GROUP;
       const T* from = weight + i / groups * stride + at;
-      quantise_group<PORTABLE>(from, smaller(GROUP, inputs - at), q + i * (GROUP / 2), lines + i * 2);
+      quantise_group<FORM>(from, smaller(GROUP, inputs - at), q + i * (GROUP / 2), lines + i * 2);
     }
   });
 }
@@ -191,24 +207,24 @@ OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stri
   quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
 }
 
-// By PORTABLE and the weights' format.
-#define OCTAVO_QUANTISE(kind, Integer)                                                                               \
-  OCTAVO_QUANTISE_FROM(kind, f32, float, Integer, false)                                                             \
-  OCTAVO_QUANTISE_FROM(kind, bf16, bfloat16, Integer, false)                                                         \
-  OCTAVO_QUANTISE_FROM(kind, portable_f32, float, Integer, true)                                                     \
-  OCTAVO_QUANTISE_FROM(kind, portable_bf16, bfloat16, Integer, true)
-#define OCTAVO_QUANTISE_FROM(kind, name, T, Integer, PORTABLE)                                                       \
-  OCTAVO_EXPORT(gemm_quantise_##kind##_##name)(const T* weight, int64_t stride, Integer* q, float16* scales,         \
-                                               int64_t outputs, int64_t inputs) {                                    \
-    quantise_##kind<PORTABLE>(weight, stride, q, scales, outputs, inputs);                                           \
+#define OCTAVO_QUANTISE(kind, form, FORM, Integer)                                                                   \
+  OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, f32, float)                                                        \
+  OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, bf16, bfloat16)
+#define OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, name, T)                                                     \
+  OCTAVO_EXPORT(gemm_quantise_##kind##_##form##_##name)(const T* weight, int64_t stride, Integer* q,                 \
+                                                        float16* scales, int64_t outputs, int64_t inputs) {          \
+    quantise_##kind<FORM>(weight, stride, q, scales, outputs, inputs);                                               \
   }
 
-// The same with scales [outputs, groups]. Portable: they have the bits of bfloat16.
-OCTAVO_QUANTISE(int8, int8_t)
+// The same with scales [outputs, groups]. Rotated: q [outputs, groups, GROUP].
+OCTAVO_QUANTISE(int8, plain, PLAIN, int8_t)
+OCTAVO_QUANTISE(int8, portable, PORTABLE, int8_t)
+OCTAVO_QUANTISE(int8, rotated, ROTATED, int8_t)
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
 // bytes for every eight; what is past the end of a row is not used. scales [outputs, groups, 2], with minima: weight is
-// about integer * scale + minimum. Portable: minima are -8 scales, which have the bits of bfloat16.
-OCTAVO_QUANTISE(int4, uint8_t)
+// about integer * scale + minimum. Portable: minima are -8 scales.
+OCTAVO_QUANTISE(int4, plain, PLAIN, uint8_t)
+OCTAVO_QUANTISE(int4, portable, PORTABLE, uint8_t)
 
 }  // namespace octavo::gemm
