@@ -23,6 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cli.main import main
 from engine import SamplingParams, quantise_checkpoint
+from engine.backends.native import gemm
 from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -34,6 +35,7 @@ from engine.model.gguf import folder as folders
 from engine.model.gguf.blocks import as_quantised, dequantise, find_format
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
+from engine.model.layers import Linear
 from engine.model.quantisation import quantise
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
@@ -104,6 +106,19 @@ def test_it_is_quantised_again_and_kept(
     assert answers(llama, prompts, **settings) == made
     assert read
     assert not any("_proj" in name for name in read), "they were kept"
+
+
+def test_8_bits_are_not_rounded_twice(gguf: Any, tmp_path: Path) -> None:
+    """The output matrix that shares a table of Q8_0 is made anew, of the numbers that the table has."""
+    path = tmp_path / "tiny.gguf"
+    model = write_file(path, KINDS["llama-biases"], formats=("Q8_0",))
+    engine = make_engine(path, skip_tokenizer_init=True, quantization="stored")
+    (head,) = [module for module, kind in engine.runner.model.matrices("stored") if kind and module.shared]
+    assert isinstance(head, Linear)
+    held = head.packed and head.packed.native
+    assert held is not None
+    torch.testing.assert_close(gemm.unpack(held), model.state_dict()["lm_head.weight"], rtol=1e-6, atol=2e-6)
+    engine.close()
 
 
 def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

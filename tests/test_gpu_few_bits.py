@@ -30,7 +30,7 @@ from engine.backends.triton import experts, few_bits, matvec
 from engine.backends.triton.norms import Norm
 from engine.execution import starting
 from engine.execution.recording import eager
-from engine.model import quantisation, transformer
+from engine.model import quantisation, quantised_loading, transformer
 from engine.model.experts import ExpertMatrices
 from engine.model.kernels import FUSED
 from engine.model.latent import LatentAttention
@@ -149,11 +149,20 @@ def test_they_compile(tmp_path: Path) -> None:
         assert one.stack == 0, f"{one.name} for sm_{one.capability} spills {one.stack} bytes"
 
 
-def as_widened(weight: Tensor | Quantised, bias: Tensor | None, kind: Quantization) -> Any:
-    """A CPU's product with a weight of few bits, whose activations keep their format."""
-    found = weight if isinstance(weight, Quantised) else quantisation.quantise(weight, kind)
-    dense = found.dense()
-    return lambda x: F.linear(x, dense.to(x.dtype), bias), None
+@contextmanager
+def widened_on_a_cpu() -> Iterator[None]:
+    """A CPU has the few bits that a GPU has, and its activations keep their format."""
+
+    def product(weight: Tensor | Quantised, bias: Tensor | None, kind: Quantization) -> Any:
+        found = weight if isinstance(weight, Quantised) else quantisation.quantise(weight, kind)
+        dense = found.dense()
+        return lambda x: F.linear(x, dense.to(x.dtype), bias), None
+
+    with (
+        mock.patch.object(quantisation, "product", product),
+        mock.patch.object(quantised_loading, "form_on", return_value="plain"),
+    ):
+        yield
 
 
 SETTINGS: dict[str, Any] = {
@@ -188,7 +197,7 @@ def test_a_decoder(checkpoint: Callable[[str], Any]) -> None:
     stand for; one row alone as well by fused kernels, with steps that are recorded. The logits' matrix has 8 bits."""
     path = checkpoint(CHECKPOINT).path
     jobs = [Job(prompt(1, 19), greedy(3)), Job(prompt(2, 3), sampled(3, 3))]
-    with mock.patch.object(quantisation, "product", as_widened), served(path) as engine:
+    with widened_on_a_cpu(), served(path) as engine:
         expected = run_alone(engine, jobs)
     with kernels() as device, served(path, device=str(device)) as engine:
         model = engine.runner.model
@@ -221,7 +230,7 @@ def test_experts_and_latents(family: str, tmp_path: Path) -> None:
     given = make_family_checkpoint(FAMILY_SHAPES[family], tmp_path)
     jobs = [Job(one, greedy(3)) for one in sorted(given.prompts(), key=len)[:2]]
     plain_heads = mock.patch.object(transformer, "on_gpu", return_value=True)
-    with plain_heads, mock.patch.object(quantisation, "product", as_widened), served(tmp_path) as engine:
+    with plain_heads, widened_on_a_cpu(), served(tmp_path) as engine:
         expected = run_alone(engine, jobs)
     with kernels() as device, served(tmp_path, device=str(device)) as engine:
         model = engine.runner.model

@@ -116,6 +116,7 @@ def on_device(weight: Tensor | Quantised, kind: Quantization, device: torch.devi
     if kind not in ON_GPUS:
         raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
     made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
+    assert not made.rotated, "activations keep their format there, and are not rotated"
     return Quantised(made.values.to(device), made.scales.to(device), made.inputs)
 
 

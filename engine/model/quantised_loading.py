@@ -62,16 +62,17 @@ class MatrixLoading:
         self._assembled: dict[Linear | ExpertMatrices, Quantised] = {}
         for module, kind in self._modules.items():
             filling = sources[module.weight.data_ptr()]
+            stored = {checkpoint.kind(name) for name, _ in filling}
             alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _is_shared(module)
-            if kind is not None and filling and alone and all(
-                checkpoint.kind(name) == kind and keeps_rows(destination.transform) for name, destination in filling
-            ):  # fmt: skip
+            kept = all(keeps_rows(destination.transform) for _, destination in filling)
+            if kind is not None and stored == {kind} and alone and kept:
                 self._stored |= {name: module for name, _ in filling}
             elif kind is not None:
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
-                    form=form_on(model.device, kind),
+                    # 8 bits in groups are found again as they were stored, where nothing is rotated.
+                    form="plain" if stored == {"int8"} else form_on(model.device, kind),
                     count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
                     outputs=module.outputs,
                     inputs=module.inputs,
