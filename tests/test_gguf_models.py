@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from engine.model.gguf.blocks import as_quantised, dequantise, find_format
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
-from engine.model.quantisation import quantise
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
 
@@ -231,7 +229,7 @@ def test_one_of_plain_numbers_is_written_in_few_bits(
     assert inspect_model(EngineConfig(model=str(path), device="cpu", skip_tokenizer_init=True)).weights_as_stored == 0
     quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
     prompts = [[1, 5, 9], [4]]
-    monkeypatch.setattr(quantised_loading, "quantise", partial(quantise, portable=True))
+    monkeypatch.setattr(quantised_loading, "form_on", lambda _device, _kind: "portable")
     assert answers(tmp_path / "new", prompts) == answers(path, prompts, quantization="int8")
     with pytest.raises(UnsupportedModelError, match=r"in few bits already \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
         quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)
