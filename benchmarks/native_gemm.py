@@ -39,11 +39,12 @@ Product = Callable[[Tensor], Tensor]
 
 def candidates(kind: str, weight: Tensor) -> dict[str, Product]:
     """The ways to multiply with a weight, its own copy each."""
+    rotated = partial(gemm.quantise_int8, form="rotated")
     pack = {
-        "int8": partial(gemm.pack_int8, amx=False),
+        "int8": lambda weight: gemm.pack_int8(rotated(weight), amx=False),
         "int8_fast": gemm.pack_int8_fast,
         "int4": partial(gemm.pack_int4, amx=False),
-        "amx_int8": partial(gemm.pack_int8, amx=True),
+        "amx_int8": lambda weight: gemm.pack_int8(rotated(weight), amx=True),
         "amx_int4": partial(gemm.pack_int4, amx=True),
     }.get(kind, gemm.pack)
     packed = pack(weight)
@@ -60,7 +61,7 @@ def measure(kind: str, outputs: int, inputs: int, rows: list[int], options: argp
     """One kind and shape, all numbers of rows."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight = torch.randn(outputs, inputs).to(dtype)
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 4.5}[kind.removeprefix("amx_")]
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 5}[kind.removeprefix("amx_")]
     size = outputs * inputs * bits / 8
     copies = [candidates(kind, weight) for _ in range(max(2, min(int(options.memory / size), 200)))]
     results = []

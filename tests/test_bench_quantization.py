@@ -17,6 +17,7 @@ from test_gguf_models import ORACLE
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import offline  # noqa: E402
 import quantization  # noqa: E402
 from peers import process  # noqa: E402
 
@@ -50,6 +51,22 @@ def test_without_llama_cpp_its_rows_are_left_out_by_name(tmp_path: Path, capsys:
     assert (plain["kl_divergence"], plain["top1_agreement"]) == (0, 1)
     assert small["kl_divergence"] > 0
     assert small["positions"] == plain["positions"] >= 12
+
+
+def test_speed_is_told_as_a_ratio_to_int8_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"vocab_size": 512, "hidden_size": 72, "intermediate_size": 64, "num_hidden_layers": 2}
+    for name, size in small.items():
+        monkeypatch.setitem(offline.SHAPE, name, size)
+    output = tmp_path / "speed.json"
+    arguments = ("--speed", "--requests", "1", "3", "--steps", "2", "--rounds", "2", "--output", str(output))
+    result = quantization.main(arguments)
+    assert result == json.loads(output.read_text())
+    assert [found["requests"] for found in result["speed"]] == [1, 3]
+    for found in result["speed"]:
+        by_kind = {row["format"]: row for row in found["results"]}
+        assert set(by_kind) == {"none", "int8", "int8-fast", "int4"}
+        assert by_kind["int8-fast"]["ratio"] == 1.0
+        assert all(len(row["rounds"]) == 2 and row["tokens_per_second"] > 0 for row in by_kind.values())
 
 
 def test_a_plain_file_holds_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

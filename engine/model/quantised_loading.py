@@ -29,7 +29,7 @@ class MatrixLoading:
     its plain format: what is not filled yet takes none. A context manager.
 
     Where quantised matrices were kept, plain ones are not read. Else they are kept now, as they are made; where that
-    fails, the load goes on without. What a checkpoint stores in this very form is taken as it is, and not kept again.
+    fails, the load goes on without. What a checkpoint stores as the wanted kind is taken as it is, and not kept again.
 
     Args:
         destinations: where each stored tensor goes; what need not be read is taken out.
@@ -71,8 +71,8 @@ class MatrixLoading:
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
-                    # 8 bits in groups are found again as they were stored, where nothing is rotated.
-                    form="plain" if stored == {"int8"} else form_on(model.device, kind),
+                    # Rotated, stored 8 bits in these groups would be rounded a second time.
+                    form="plain" if kept and stored == {"int8"} else form_on(module.device, kind),
                     count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
                     outputs=module.outputs,
                     inputs=module.inputs,

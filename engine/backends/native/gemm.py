@@ -188,6 +188,9 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packe
 def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
     """Integers of 8 bits and for each GROUP inputs of an output the scale that puts the largest weight at about 127.
 
+    Args:
+        form: a CPU serves rotated groups where nothing else is stored.
+
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
     """

@@ -141,6 +141,7 @@ def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple
 
 def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
     """The tensors of `written_as`."""
+    assert not made.rotated, "others multiply with the groups as they lie"
     outputs = len(made.values)
     if kind == "int8-fast":
         return {".weight": made.values, ".weight_scale": made.scales[:, None]}

@@ -80,11 +80,11 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const float16* scales, uint8_t* 
   const int64_t groups = groups_of(inputs), size = groups * GROUP / 2;
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
     uint8_t* out = to + panel * groups * GROUP_BYTES;
-    turn_rows(q + first * size, size, size, rows, groups * WORDS, [&](int64_t word, int64_t column, Words words) {
+    transpose_rows(q + first * size, size, size, rows, groups * WORDS, [&](int64_t word, int64_t column, Words words) {
       store_words(out + word / WORDS * GROUP_BYTES + (word % WORDS * PANEL + column) * UNIT, words);
     });
     // A word is the scale and the minimum of a group.
-    turn_rows(scales + 2 * first * groups, 4 * groups, 4 * groups, rows, groups,
+    transpose_rows(scales + 2 * first * groups, 4 * groups, 4 * groups, rows, groups,
               [&](int64_t group, int64_t column, Words words) {
                 uint8_t* place = out + group * GROUP_BYTES + PANEL * GROUP / 2 + 2 * column;
                 store_halves(place, words);

@@ -38,6 +38,7 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
       const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
       const int32_t* corrections = x + (UNITS + 1) * N;
       const float16* scales = reinterpret_cast<const float16*>(panel + GROUP * PANEL);
+      __builtin_prefetch(panel + GROUP * PANEL + AHEAD);
       Integers acc[N][2];
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
@@ -75,11 +76,11 @@ OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to
   const int64_t groups = groups_of(inputs);
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
     int8_t* out = to + panel * groups * GROUP_BYTES;
-    turn_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS, [&](int64_t unit, int64_t column, Words words) {
+    transpose_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS, [&](int64_t unit, int64_t column, Words words) {
       store_words(out + unit / UNITS * GROUP_BYTES + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
     });
     // A word is the scales of two groups.
-    turn_rows(scales + first * groups, 2 * groups, 2 * groups, rows, (groups + 1) / 2,
+    transpose_rows(scales + first * groups, 2 * groups, 2 * groups, rows, (groups + 1) / 2,
               [&](int64_t pair, int64_t column, Words words) {
                 int8_t* place = out + 2 * pair * GROUP_BYTES + GROUP * PANEL + 2 * column;
                 store_halves(place, words);

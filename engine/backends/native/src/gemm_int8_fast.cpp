@@ -83,10 +83,10 @@ OCTAVO_EXPORT(gemm_pack_int8_fast)(const int8_t* q, const float* scales, int8_t*
   const int64_t units = units_of(inputs);
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
     int8_t* out = to + panel * Int8Fast::panel_bytes(inputs);
-    turn_rows(q + first * inputs, inputs, inputs, rows, units, [&](int64_t unit, int64_t column, Words words) {
+    transpose_rows(q + first * inputs, inputs, inputs, rows, units, [&](int64_t unit, int64_t column, Words words) {
       store_words(out + (unit * PANEL + column) * UNIT, words ^ FLIPPED);
     });
-    turn_rows(scales + first, 4, 4, rows, 1, [&](int64_t, int64_t column, Words words) {
+    transpose_rows(scales + first, 4, 4, rows, 1, [&](int64_t, int64_t column, Words words) {
       store_words(out + (units * PANEL + column) * UNIT, words);
     });
   });

@@ -13,12 +13,11 @@ OCTAVO_INLINE void store_halves(void* to, Words words) {
   __builtin_memcpy(to, &halves, sizeof halves);
 }
 
-// Calls put(unit, column, words) for all units of some rows and each WIDTH columns of a panel, which are as many rows: what
-// a row has no bytes for, and rows that there are not, are 0. A square of WIDTH rows and units is read at a time.
-//
-// from: rows of `size` bytes, `stride` apart.
+// Calls put(unit, column, words) for every unit and each WIDTH columns of a panel, with that unit of these columns. A row of
+// `from`, which has `size` bytes, is a column of the panel; bytes and rows that do not exist are 0. A square of WIDTH rows
+// and units is read at a time. `stride` is in bytes.
 template <class Put>
-OCTAVO_INLINE void turn_rows(const void* from, int64_t stride, int64_t size, int64_t rows, int64_t units, const Put& put) {
+OCTAVO_INLINE void transpose_rows(const void* from, int64_t stride, int64_t size, int64_t rows, int64_t units, const Put& put) {
   for (int64_t unit = 0; unit < units; unit += WIDTH) {
     const int64_t left = size - 4 * unit, some = smaller(WIDTH, units - unit);
     for (int64_t column = 0; column < PANEL; column += WIDTH) {
