@@ -289,9 +289,12 @@ def test_weights_with_scales_for_groups(isa: str, kind: str, case: Case) -> None
     groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
     integers, scales = _quantised_rows(gemm.rotate(groups.float() / GROUP) if made.rotated else groups)
     x = (integers * scales.double()[:, None]).view(rows, -1)
-    weight, added = replace(made, rotated=False, inputs=x.shape[1]).dense().double(), None
+    weight, added = made.dense().double(), None
+    if made.rotated:
+        weight = (made.integers() * made.factors()[..., None]).double().flatten(1)
+    else:
+        x = x[:, :inputs]
     if made.has_minima:
-        x, weight = x[:, :inputs], weight[:, :inputs]
         minima = made.scales[..., 1].double().repeat_interleave(GROUP, 1)[:, :inputs]
         added = (weight - minima).abs() + minima.abs()
     _assert_sums(found, case, x, weight, made.scales.shape[1] * (2 if made.has_minima else 1) + 4, added)
@@ -312,8 +315,10 @@ def test_rotated_groups_are_those_of_torch(isa: str, dtype: torch.dtype, inputs:
     while len(matrix) < GROUP:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     groups = F.pad(weight.double(), (0, -inputs % GROUP)).view(37, -1, GROUP) @ matrix.double()
-    assert ((made.integers() * made.scales[..., None].double() - groups).abs() <= made.scales[..., None] * 0.501).all()
-    assert float((made.dense() - weight.float()).abs().max()) < float(made.scales.max()) / 2
+    steps = made.factors()[..., None].double()
+    assert ((made.integers() * steps - groups).abs() <= steps * 0.501).all()
+    assert (steps[..., 0] * 127 <= groups.abs().amax(2) + 127.5 * made.counted()).all(), "no larger than need be"
+    assert float((made.dense() - weight.float()).abs().max()) < float(steps.max()) / 2
 
 
 @each_isa

@@ -34,6 +34,7 @@ ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
 _TINY8, _TINY4 = 2.0**-100, 1e-17  # what no product would notice: largest weights of 8 bits, differences of 4
+_MOST = 255  # times what scales of rotated groups are multiples of
 _TRIED = 4  # scales on either side of the plain one
 _ROWS = 4096  # of groups, quantised at a time
 
@@ -46,7 +47,7 @@ _PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] 
 
 
 def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
-    """Bytes of a weight [outputs, inputs]."""
+    """Bytes of a weight [outputs, inputs]; of int8 in plain groups, which take a little more than rotated ones."""
     if kind == "int8-fast":
         return outputs * (inputs + 4)
     if kind == "int8":
@@ -142,14 +143,11 @@ def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") 
         return Quantised(steps.to(torch.int8), scales, inputs)
     if kind == "int8":
         groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
-        rotated = form == "rotated"
-        steps, scales = _steps(
-            gemm.rotate(groups) if rotated else groups, _portable_scales if form == "portable" else _kept_scales
-        )
-        values = steps.to(torch.int8).view(outputs, -1)
-        if not rotated:
-            values = values[:, :inputs].contiguous()
-        return Quantised(values, scales.view(outputs, -1), inputs, rotated)
+        if form == "rotated":
+            return _quantise_rotated(gemm.rotate(groups), outputs, inputs)
+        steps, scales = _steps(groups, _portable_scales if form == "portable" else _kept_scales)
+        values = steps.to(torch.int8).view(outputs, -1)[:, :inputs].contiguous()
+        return Quantised(values, scales.view(outputs, -1), inputs)
     if not weight.numel():
         values = torch.empty(outputs, -(-inputs // GROUP), GROUP // 2, dtype=torch.uint8)
         return Quantised(values, torch.empty(*values.shape[:2], 2, dtype=torch.float16), inputs)
@@ -158,6 +156,17 @@ def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") 
     made = [_quantise_groups(part, form == "portable") for part in torch.split(groups, _ROWS)]
     levels, lines = (torch.cat(parts) for parts in zip(*made, strict=True))
     return Quantised(gemm.join_levels(levels.view(outputs, -1, GROUP)), lines.view(outputs, -1, 2), inputs)
+
+
+def _quantise_rotated(groups: Tensor, outputs: int, inputs: int) -> Quantised:
+    """int8 of rotated groups [N, GROUP], see `Quantised.scales`."""
+    wanted = _steps(groups)[1].view(outputs, -1)
+    counted = wanted.amax(1, keepdim=True) / _MOST if inputs else wanted.new_zeros(outputs, 1)
+    times = torch.where(counted > 0, (wanted / counted).ceil().clamp(max=_MOST), 0)
+    kept = (times * counted).view(-1, 1)
+    steps = torch.where(kept > 0, (groups * (1 / kept)).round(), 0)
+    scales = torch.cat((counted.view(torch.uint8), times.to(torch.uint8)), 1)
+    return Quantised(steps.to(torch.int8).view(outputs, -1), scales, inputs, rotated=True)
 
 
 def _quantise_groups(weights: Tensor, portable: bool) -> tuple[Tensor, Tensor]:
@@ -273,11 +282,12 @@ def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
 
 
 def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
-    rows, (outputs, groups) = len(x), made.scales.shape[:2]
+    rows, outputs, groups = len(x), len(made.values), -(-made.inputs // GROUP)
     taken = F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP)
     steps, scales = _steps(gemm.rotate(taken.float() / GROUP) if made.rotated else taken)
     steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
-    total, integers, factors = torch.zeros(rows, outputs), made.integers(), made.scales.float()
+    total, integers = torch.zeros(rows, outputs), made.integers()
+    factors = made.scales[:, 4:].float() if made.rotated else made.scales.float()
     for group in range(groups):  # in order, as the kernels add them
         sums = steps[:, group] @ integers[:, group].float().T * scales[:, group]
         if made.has_minima:
@@ -285,4 +295,4 @@ def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
             total += steps[:, group].sum(1, keepdim=True) * scales[:, group] * factors[:, group, 1]
         else:
             total += sums * factors[:, group]
-    return total
+    return total * made.counted().T if made.rotated else total

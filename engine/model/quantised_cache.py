@@ -107,6 +107,8 @@ class Matrix:
         if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
         groups = -(-self.inputs // GROUP)
+        if self.form == "rotated":
+            return torch.uint8, (self.count, self.outputs, 4 + groups)
         return torch.float16, (self.count, self.outputs, groups, *((2,) if self.kind == "int4" else ()))
 
     @property

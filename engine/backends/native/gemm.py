@@ -55,6 +55,7 @@ _PACK: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("gemm_pack_bfloat16", "pipii"),
 }
 _PACK_INT8 = Kernel("gemm_pack_int8", "pppii")
+_PACK_INT8_ROTATED = Kernel("gemm_pack_int8_rotated", "pppii")
 _PACK_INT8_FAST = Kernel("gemm_pack_int8_fast", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
 _QUANTISE = {
@@ -78,8 +79,9 @@ class Quantised:
         values: int8 [outputs, inputs], of rotated groups [outputs, groups * GROUP]; or, of 4 bits, uint8
             [outputs, groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four
             bytes for every eight.
-        scales: of int8 float16 [outputs, groups], or float32 [outputs]; of 4 bits float16 [outputs, groups, 2], a scale
-            and a minimum: a weight is level * scale + minimum.
+        scales: of int8 float16 [outputs, groups], or float32 [outputs]; of rotated groups uint8 [outputs, 4 + groups],
+            the bytes of a float32 and how many times that each scale is; of 4 bits float16 [outputs, groups, 2], a
+            scale and a minimum: a weight is level * scale + minimum.
         inputs: how long a row is.
         rotated: integers and scales are those of `rotate`d groups.
     """
@@ -93,7 +95,7 @@ class Quantised:
         """The weight that this stands for, float32 [outputs, inputs]."""
         if self.scales.dim() == 1:
             return self.values.float() * self.scales[:, None]
-        scales = self.scales.float()
+        scales = self.factors()
         if self.has_minima:
             groups = self.levels().float() * scales[..., :1] + scales[..., 1:]
         else:
@@ -101,6 +103,16 @@ class Quantised:
         if self.rotated:
             groups = rotate(groups) / GROUP
         return groups.flatten(1)[:, : self.inputs]
+
+    def factors(self) -> Tensor:
+        """Scales of groups, float32."""
+        if not self.rotated:
+            return self.scales.float()
+        return self.scales[:, 4:].float() * self.counted()
+
+    def counted(self) -> Tensor:
+        """Of rotated groups what their scales are multiples of, float32 [outputs, 1]."""
+        return self.scales[:, :4].flatten().clone().view(torch.float32)[:, None]  # aligned
 
     @property
     def has_minima(self) -> bool:
@@ -198,8 +210,11 @@ def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
     outputs, inputs = weight.shape
     groups, rotated = _groups(inputs), form == "rotated"
     values = torch.empty(outputs, groups * GROUP if rotated else inputs, dtype=torch.int8)
-    made = Quantised(values, torch.empty(outputs, groups, dtype=torch.float16), inputs, rotated)
-    return _quantised(f"int8_{form}", weight, made)
+    if rotated:
+        scales = torch.empty(outputs, 4 + groups, dtype=torch.uint8)
+    else:
+        scales = torch.empty(outputs, groups, dtype=torch.float16)
+    return _quantised(f"int8_{form}", weight, Quantised(values, scales, inputs, rotated))
 
 
 def quantise_int8_fast(weight: Tensor) -> Quantised:
@@ -247,11 +262,14 @@ def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool 
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
-    _check(made.values, torch.int8, (outputs, groups * GROUP if made.rotated else made.inputs))
+    if made.rotated:
+        _check(made.values, torch.int8, (outputs, groups * GROUP))
+        _check(made.scales, torch.uint8, (outputs, 4 + groups))
+        kind: Kind = "amx_int8_rotated" if _goes_by_tiles("int8", amx) else "int8_rotated"
+        return _laid_out(kind, _PACK_INT8_ROTATED, made, bias)
+    _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float16, (outputs, groups))
-    if _goes_by_tiles("int8", amx):
-        return _laid_out("amx_int8_rotated" if made.rotated else "amx_int8", _PACK_INT8, made, bias)
-    return _laid_out("int8_rotated" if made.rotated else "int8", _PACK_INT8, made, bias)
+    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias)
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
@@ -313,8 +331,7 @@ def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
 
 def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None) -> Packed:
     packed = _room(kind, made.values.shape[0], made.inputs, bias)
-    inputs = made.values.shape[1] if made.rotated else made.inputs
-    kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, inputs)
+    kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
     return packed
 
 

@@ -21,11 +21,28 @@ constexpr int64_t X_BYTES = SIDE * ROW_GROUP_BYTES;  // of a group
 // Tiles 0 and 1 are sums; 2 is x, and 3 are weights: of both, a group is half a tile.
 constexpr TileShapes SHAPES{.row_bytes = {64, 64, GROUP, 64}, .rows = {16, 16, 16, UNITS}};
 
+// Where a panel has what belongs to a group: integers GROUP_BYTES apart, and scales.
 template <bool OF_ROTATED>
 struct Int8 {
-  static constexpr int64_t BYTES = INT8_GROUP_BYTES;
+  static constexpr int64_t GROUP_BYTES = OF_ROTATED ? PANEL * GROUP : INT8_GROUP_BYTES;
   static constexpr bool ROTATED = OF_ROTATED;
   static constexpr bool HAS_MINIMA = false;
+
+  static int64_t panel_bytes(int64_t groups) {
+    return OF_ROTATED ? groups * ROTATED_GROUP_BYTES + ROTATED_PANEL_BYTES : groups * INT8_GROUP_BYTES;
+  }
+
+  static OCTAVO_INLINE_MEMBER Vector scale(const char* panel, int64_t groups, int64_t group, int64_t side) {
+    if constexpr (OF_ROTATED)
+      return load(reinterpret_cast<const uint8_t*>(panel) + groups * GROUP_BYTES + group * PANEL + side * SIDE);
+    else
+      return load(reinterpret_cast<const float16*>(panel + group * GROUP_BYTES + PANEL * GROUP) + side * SIDE);
+  }
+
+  // What the scales of rotated groups count, [PANEL].
+  static OCTAVO_INLINE_MEMBER const float* counted(const char* panel, int64_t groups) {
+    return reinterpret_cast<const float*>(panel + groups * ROTATED_GROUP_BYTES);
+  }
 
   // Units 2 * i and 2 * i + 1 of the columns from 16 * side on.
   static OCTAVO_INLINE_MEMBER void read(const char* group, int64_t i, int64_t side, Integers (&units)[2]) {
@@ -36,9 +53,19 @@ struct Int8 {
 };
 
 struct Int4 {
-  static constexpr int64_t BYTES = INT4_GROUP_BYTES;
+  static constexpr int64_t GROUP_BYTES = INT4_GROUP_BYTES;
   static constexpr bool ROTATED = false;
   static constexpr bool HAS_MINIMA = true;
+
+  static int64_t panel_bytes(int64_t groups) { return groups * GROUP_BYTES; }
+
+  static OCTAVO_INLINE_MEMBER Vector scale(const char* panel, int64_t, int64_t group, int64_t side) {
+    return load(reinterpret_cast<const float16*>(panel + group * GROUP_BYTES + PANEL * GROUP / 2) + side * SIDE);
+  }
+
+  static OCTAVO_INLINE_MEMBER Vector least(const char* panel, int64_t group, int64_t side) {
+    return load(reinterpret_cast<const float16*>(panel + group * GROUP_BYTES + PANEL * GROUP / 2) + PANEL + side * SIDE);
+  }
 
   static OCTAVO_INLINE_MEMBER void read(const char* group, int64_t i, int64_t side, Integers (&units)[2]) {
     const Integers both = load_integers(group + (i * PANEL + side * SIDE) * UNIT);
@@ -57,7 +84,7 @@ struct ByTiles {
   static constexpr int64_t MOST = 16;   // tiles that share them
 
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
-  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * Weights::BYTES; }
+  static int64_t panel_bytes(int64_t inputs) { return Weights::panel_bytes(groups_of(inputs)); }
   static int64_t slice(const Product& p) { return p.inputs; }
 
   template <class T>
@@ -94,11 +121,16 @@ struct ByTiles {
       __builtin_memset(sums, 0, static_cast<size_t>(some) * sizeof sums[0]);
       for (int64_t group = 0; group < groups; group += CHUNK) {
         const int64_t count = smaller(CHUNK, groups - group);
-        const char* from = weight + group * Weights::BYTES;
-        write_out(from, count, written);
+        write_out(weight + group * Weights::GROUP_BYTES, count, written);
         for (int64_t i = 0; i < some; ++i)
           for (int64_t side = 0; side < SIDES; ++side)
-            multiply(registers, x + i * bytes + group * X_BYTES, written[0][side], from, side, count, sums[i]);
+            multiply(registers, x + i * bytes + group * X_BYTES, written[0][side], {weight, groups, group, group + count},
+                     side, sums[i]);
+      }
+      if constexpr (Weights::ROTATED) {
+        const float* counted = Weights::counted(weight, groups);
+        for (int64_t at = 0; at < some * SIDE * PANEL; at += SIDE)
+          store(sums[0] + at, load(sums[0] + at) * load(counted + at % PANEL));
       }
       for (int64_t i = 0; i < some; ++i)
         finish_tile(sums[i], static_cast<int>(tiles.size(first + i)), p, tiles.start(first + i), panel * PANEL);
@@ -108,7 +140,7 @@ struct ByTiles {
 
  private:
   static OCTAVO_INLINE_MEMBER void write_out(const char* weight, int64_t count, char (*to)[SIDES][HALF_TILE]) {
-    for (int64_t group = 0; group < count; ++group, weight += Weights::BYTES)
+    for (int64_t group = 0; group < count; ++group, weight += Weights::GROUP_BYTES)
       for (int64_t i = 0; i < UNITS / 2; ++i)
         for (int64_t side = 0; side < SIDES; ++side) {
           Integers units[2];
@@ -117,29 +149,36 @@ struct ByTiles {
         }
   }
 
+  // Some of the groups of a panel.
+  struct Groups {
+    const char* panel;
+    int64_t groups, first, last;
+  };
+
   // Adds some groups to the sums of a tile of x and of SIDE columns. A group's integers are multiplied while those of the
   // one before are scaled.
-  OCTAVO_AMX static void multiply(TileRegisters& registers, const char* x, const char* columns, const char* weight,
-                                  int64_t side, int64_t groups, float* sums) {
+  OCTAVO_AMX static void multiply(TileRegisters& registers, const char* x, const char* columns, const Groups& w,
+                                  int64_t side, float* sums) {
     alignas(64) int32_t products[2][SIDE * SIDE];
     Vector total[SIDE];
     sums += side * SIDE;
 #pragma GCC unroll 16
     for (int64_t row = 0; row < SIDE; ++row) total[row] = load(sums + row * PANEL);
     start<0>(registers, x, columns, products[0]);
-    for (int64_t group = 0; group < groups; ++group, x += X_BYTES, weight += Weights::BYTES) {
+    for (int64_t group = w.first; group < w.last; ++group, x += X_BYTES) {
+      const bool odd = (group - w.first) % 2;
       columns += SIDES * HALF_TILE;
-      if (group + 1 < groups) {
-        if (group % 2)
+      if (group + 1 < w.last) {
+        if (odd)
           start<0>(registers, x + X_BYTES, columns, products[0]);
         else
           start<1>(registers, x + X_BYTES, columns, products[1]);
       }
-      const int32_t* made = products[group % 2];
+      const int32_t* made = products[odd];
       const float* row_scales = reinterpret_cast<const float*>(x + SIDE * GROUP);
-      const float16* scales = reinterpret_cast<const float16*>(weight + Weights::BYTES) -
-                              (Weights::HAS_MINIMA ? 2 : 1) * PANEL + side * SIDE;
-      const Vector scale = load(scales), least = Weights::HAS_MINIMA ? load(scales + PANEL) : Vector{};
+      const Vector scale = Weights::scale(w.panel, w.groups, group, side);
+      Vector least{};
+      if constexpr (Weights::HAS_MINIMA) least = Weights::least(w.panel, group, side);
 #pragma GCC unroll 16
       for (int64_t row = 0; row < SIDE; ++row) {
         const Vector sum = __builtin_convertvector(load_integers(made + row * SIDE), Vector) * all(row_scales[row]);

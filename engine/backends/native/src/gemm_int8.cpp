@@ -6,14 +6,16 @@
 #include "gemm_panels.h"
 #include "half.h"
 
+#include <type_traits>
+
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t GROUP_BYTES = INT8_GROUP_BYTES;
-constexpr int64_t AHEAD = 4352;
+constexpr int64_t INTEGERS = PANEL * GROUP;  // bytes of a group of a panel
+constexpr int64_t AHEAD = 4;                 // groups
 
-// Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]. x: see `prepare_groups`; what is noted is what
-// the offset of the weights adds to the sum, negated.
+// Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]; of rotated ones see ROTATED_GROUP_BYTES. x: see
+// `prepare_groups`; what is noted is what the offset of the weights adds to the sum, negated.
 template <bool ROTATED>
 struct Int8 : ByVectors<Int8<ROTATED>> {
 #if defined(__AVX512F__)
@@ -22,7 +24,10 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
   static constexpr int ROWS = 4;
 #endif
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
-  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
+  static int64_t panel_bytes(int64_t inputs) {
+    if constexpr (ROTATED) return groups_of(inputs) * ROTATED_GROUP_BYTES + ROTATED_PANEL_BYTES;
+    return groups_of(inputs) * INT8_GROUP_BYTES;
+  }
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
@@ -34,18 +39,22 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
     const int64_t groups = groups_of(inputs);
     const int32_t* x = reinterpret_cast<const int32_t*>(tile);
     Vector total[N][2] = {};
-    for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N, panel += GROUP_BYTES) {
+    using Scale = std::conditional_t<ROTATED, uint8_t, float16>;
+    constexpr int64_t STEP = ROTATED ? INTEGERS : INT8_GROUP_BYTES;  // to the next group's integers
+    constexpr int64_t SCALES = ROTATED ? PANEL : INT8_GROUP_BYTES;   // and scales
+    const char* scales_at = panel + (ROTATED ? groups : 1) * INTEGERS;
+    for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N, panel += STEP, scales_at += SCALES) {
       const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
       const int32_t* corrections = x + (UNITS + 1) * N;
-      const float16* scales = reinterpret_cast<const float16*>(panel + GROUP * PANEL);
-      __builtin_prefetch(panel + GROUP * PANEL + AHEAD);
+      const Scale* scales = reinterpret_cast<const Scale*>(scales_at);
+      __builtin_prefetch(scales_at + AHEAD * SCALES);
       Integers acc[N][2];
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
 #pragma GCC unroll 2
       for (int64_t i = 0; i < UNITS; ++i) {
         const char* unit = panel + i * UNIT * PANEL;
-        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD + line);
+        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD * STEP + line);
         const Integers low = load_integers(unit), high = load_integers(unit + UNIT * WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < N; ++row) {
@@ -61,6 +70,14 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
         total[row][1] = fma(__builtin_convertvector(acc[row][1], Vector) * scale, high, total[row][1]);
       }
     }
+    if constexpr (ROTATED) {
+      const float* counted = reinterpret_cast<const float*>(scales_at);
+      const Vector low = load(counted), high = load(counted + WIDTH);
+      for (int row = 0; row < N; ++row) {
+        total[row][0] *= low;
+        total[row][1] *= high;
+      }
+    }
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
       store(sums + row * PANEL, total[row][0]);
@@ -71,21 +88,42 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
 
 }  // namespace
 
-// q [outputs, inputs], scales [outputs, groups]; inputs of rotated groups are whole groups.
+// q [outputs, inputs], scales [outputs, groups].
 OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
-    int8_t* out = to + panel * groups * GROUP_BYTES;
+    int8_t* out = to + panel * groups * INT8_GROUP_BYTES;
     transpose_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS, [&](int64_t unit, int64_t column, Words words) {
-      store_words(out + unit / UNITS * GROUP_BYTES + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
+      store_words(out + unit / UNITS * INT8_GROUP_BYTES + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
     });
     // A word is the scales of two groups.
     transpose_rows(scales + first * groups, 2 * groups, 2 * groups, rows, (groups + 1) / 2,
               [&](int64_t pair, int64_t column, Words words) {
-                int8_t* place = out + 2 * pair * GROUP_BYTES + GROUP * PANEL + 2 * column;
+                int8_t* place = out + 2 * pair * INT8_GROUP_BYTES + INTEGERS + 2 * column;
                 store_halves(place, words);
-                if (2 * pair + 1 < groups) store_halves(place + GROUP_BYTES, words >> 16);
+                if (2 * pair + 1 < groups) store_halves(place + INT8_GROUP_BYTES, words >> 16);
               });
+  });
+}
+
+// q [outputs, groups, GROUP]; scales [outputs, 4 + groups]: a float32 and how many times that each group's scale is.
+OCTAVO_EXPORT(gemm_pack_int8_rotated)(const int8_t* q, const uint8_t* scales, int8_t* to, int64_t outputs,
+                                      int64_t inputs) {
+  const int64_t groups = groups_of(inputs), size = 4 + groups;
+  each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
+    int8_t* out = to + panel * Int8<true>::panel_bytes(inputs);
+    int8_t* out_scales = out + groups * INTEGERS;
+    transpose_rows(q + first * groups * GROUP, groups * GROUP, groups * GROUP, rows, groups * UNITS,
+                   [&](int64_t unit, int64_t column, Words words) {
+                     store_words(out + (unit * PANEL + column) * UNIT, words ^ FLIPPED);
+                   });
+    const uint8_t* from = scales + first * size;
+    transpose_rows(from, size, 4, rows, 1, [&](int64_t, int64_t column, Words words) {
+      store_words(out_scales + groups * PANEL + column * 4, words);
+    });
+    for (int64_t group = 0; group < groups; ++group)
+      for (int64_t column = 0; column < PANEL; ++column)
+        out_scales[group * PANEL + column] = column < rows ? static_cast<int8_t>(from[column * size + 4 + group]) : 0;
   });
 }
 

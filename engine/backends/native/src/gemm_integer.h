@@ -108,6 +108,11 @@ struct Steps {
     return {127.0f / most, most / 127.0f};
   }
 
+  // Counts steps of another scale, which is kept; 0 or NaN: nothing is counted.
+  OCTAVO_INLINE_MEMBER void count(float kept) {
+    if (reciprocal != 0) reciprocal = kept > 0 ? 1 / kept : 0;
+  }
+
   // Writes integers from -127 to 127, and returns their sum. Where the scale is 0 or NaN they are 0.
   template <class T>
   OCTAVO_INLINE_MEMBER int32_t write(const T* x, int64_t size, int8_t* to) const {

@@ -16,9 +16,8 @@ constexpr float MIDDLE = 8;    // the integer that stands for 0 where the minimu
 constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
 constexpr int TRIED = 4;       // scales on either side of the plain one
 
-// How weights are kept: as our own kernels read them, with scales that have the bits of bfloat16 as other programs keep
-// them, or in rotated groups.
-enum Form { PLAIN, PORTABLE, ROTATED };
+// How weights are kept: for our own kernels, or with scales that have the bits of bfloat16, as other programs keep them.
+enum Form { PLAIN, PORTABLE };
 
 // What integers are multiplied by, and what is then added.
 struct Line {
@@ -150,18 +149,8 @@ OCTAVO_INLINE float16 kept_scale(float scale) {
   return near;
 }
 
-// Integers of a group, and their scale. They count steps of the scale that is kept: it is at most a 512th part smaller than
-// the one that puts the largest weight at 127, which then comes to less than 127.5.
-template <Form FORM, class T>
-OCTAVO_INLINE float16 count_steps(const T* weights, int64_t size, int8_t* q) {
-  Steps steps = Steps::of(weights, size);
-  const float16 scale = kept_scale(FORM == PORTABLE ? nearest_bfloat16(steps.scale) : steps.scale);
-  const float kept = widened(scale);
-  if (steps.reciprocal != 0) steps.reciprocal = kept > 0 ? 1 / kept : 0;
-  steps.write(weights, size, q);
-  return scale;
-}
-
+// Integers count steps of the scale that is kept. It is at most a 512th part smaller than the one that puts the largest
+// weight at 127, which then comes to less than 127.5.
 template <Form FORM, class T>
 void quantise_int8(const T* weight, int64_t stride, int8_t* q, float16* scales, int64_t outputs, int64_t inputs) {
   const int64_t groups = groups_of(inputs);
@@ -170,13 +159,44 @@ void quantise_int8(const T* weight, int64_t stride, int8_t* q, float16* scales, 
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t output = i / groups, at = i % groups * GROUP, size = smaller(GROUP, inputs - at);
       const T* from = weight + output * stride + at;
-      if constexpr (FORM == ROTATED) {
+      Steps steps = Steps::of(from, size);
+      scales[i] = kept_scale(FORM == PORTABLE ? nearest_bfloat16(steps.scale) : steps.scale);
+      steps.count(widened(scales[i]));
+      steps.write(from, size, q + output * inputs + at);
+    }
+  });
+}
+
+// Rotated groups of an output are much alike, so that their scales are whole numbers of steps, up to 255, of one float32:
+// each is the least that is no smaller than the one that puts the group's largest weight at 127.
+template <class T>
+void quantise_rotated(const T* weight, int64_t stride, int8_t* q, uint8_t* scales, int64_t outputs, int64_t inputs) {
+  constexpr float MOST = 255;
+  const int64_t groups = groups_of(inputs);
+  parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
+    const Share mine = share(outputs, thread, threads);
+    const auto each_group = [&](int64_t output, const auto& act) {
+      for (int64_t group = 0; group < groups; ++group) {
         float rotated[GROUP];
-        rotate<GROUP>(from, size, 1.0f, rotated);
-        scales[i] = count_steps<FORM>(rotated, GROUP, q + i * GROUP);
-      } else {
-        scales[i] = count_steps<FORM>(from, size, q + output * inputs + at);
+        const int64_t at = group * GROUP;
+        rotate<GROUP>(weight + output * stride + at, smaller(GROUP, inputs - at), 1.0f, rotated);
+        act(group, rotated, Steps::of(rotated, GROUP));
       }
+    };
+    for (int64_t output = mine.first; output < mine.last; ++output) {
+      float largest = 0;
+      each_group(output, [&](int64_t, const float*, const Steps& steps) {
+        if (largest == largest && !(steps.scale <= largest)) largest = steps.scale;  // NaN stays
+      });
+      const float counted = largest / MOST;
+      uint8_t* to = scales + output * (4 + groups);
+      __builtin_memcpy(to, &counted, 4);
+      each_group(output, [&](int64_t group, const float* rotated, Steps steps) {
+        const float times = counted > 0 ? __builtin_ceilf(steps.scale / counted) : 0;
+        to[4 + group] = static_cast<uint8_t>(smaller(times, MOST));
+        steps.count(counted * static_cast<float>(to[4 + group]));
+        steps.write(rotated, GROUP, q + (output * groups + group) * GROUP);
+      });
     }
   });
 }
@@ -216,10 +236,20 @@ OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stri
     quantise_##kind<FORM>(weight, stride, q, scales, outputs, inputs);                                               \
   }
 
-// The same with scales [outputs, groups]. Rotated: q [outputs, groups, GROUP].
+// The same with scales [outputs, groups].
 OCTAVO_QUANTISE(int8, plain, PLAIN, int8_t)
 OCTAVO_QUANTISE(int8, portable, PORTABLE, int8_t)
-OCTAVO_QUANTISE(int8, rotated, ROTATED, int8_t)
+
+// Rotated: q [outputs, groups, GROUP]; scales [outputs, 4 + groups]: a float32 and how many times that each scale is.
+OCTAVO_EXPORT(gemm_quantise_int8_rotated_f32)(const float* weight, int64_t stride, int8_t* q, uint8_t* scales,
+                                              int64_t outputs, int64_t inputs) {
+  quantise_rotated(weight, stride, q, scales, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantise_int8_rotated_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, uint8_t* scales,
+                                               int64_t outputs, int64_t inputs) {
+  quantise_rotated(weight, stride, q, scales, outputs, inputs);
+}
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
 // bytes for every eight; what is past the end of a row is not used. scales [outputs, groups, 2], with minima: weight is

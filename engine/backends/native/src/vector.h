@@ -146,6 +146,18 @@ OCTAVO_INLINE void store_part(bfloat16* to, Vector v, int64_t count) {
 
 #endif
 
+OCTAVO_INLINE Vector load(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Vector);
+#endif
+}
+
 OCTAVO_INLINE void store(uint8_t* to, Integers v) {
   const Bytes bytes = to_bytes(v);
   __builtin_memcpy(to, &bytes, sizeof bytes);
