@@ -1,11 +1,11 @@
 """Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
 
 A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
-(`engine.backends.native.gemm.Quantised`), in memory as on a CPU: 8.5 and 5 bits for each. One row alone has the kernels
-of `engine.backends.triton.matvec`. Up to `FEW` rows have one that reads each weight once, for all of them: a tile is
-widened, rounded to the rows' format, and multiplied by matrix instructions. Of more rows the product is the library's:
-a piece of the matrix is widened to that format in memory, and multiplied, and then the next one. It has no more than
-`SCRATCH` bytes, which an H200 still has in its second cache when it multiplies.
+(`engine.backends.native.gemm.Quantised`), in memory as there: 8.5 bits for each in plain groups, and 5. One row alone
+has the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows have one that reads each weight once, for all of
+them: a tile is widened, rounded to the rows' format, and multiplied by matrix instructions. Of more rows the product is
+the library's: a piece of the matrix is widened to that format in memory, and multiplied, and then the next one. It has
+no more than `SCRATCH` bytes, which an H200 still has in its second cache when it multiplies.
 
 The order of a sum depends on the matrix's shape and the number of rows; nothing is added atomically.
 """
