@@ -61,7 +61,7 @@ def measure(kind: str, outputs: int, inputs: int, rows: list[int], options: argp
     """One kind and shape, all numbers of rows."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight = torch.randn(outputs, inputs).to(dtype)
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 5}[kind.removeprefix("amx_")]
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8.25, "int8_fast": 8, "int4": 5}[kind.removeprefix("amx_")]
     size = outputs * inputs * bits / 8
     copies = [candidates(kind, weight) for _ in range(max(2, min(int(options.memory / size), 200)))]
     results = []

@@ -313,8 +313,8 @@ def _goes_by_tiles(bits: Literal["int8", "int4"], wanted: bool | None) -> bool:
 def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
     """Some milliseconds of products of the fewest rows that go by tiles. They go through matrices one after the other,
     more than a core's caches hold, as the layers of a model do."""
-    quantise, pack = (quantise_int8, pack_int8) if bits == "int8" else (quantise_int4, pack_int4)
-    made, x = quantise(torch.ones(_TRIED_SIZE, _TRIED_SIZE)), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
+    weight, x = torch.ones(_TRIED_SIZE, _TRIED_SIZE), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
+    made, pack = (quantise_int8(weight, "rotated"), pack_int8) if bits == "int8" else (quantise_int4(weight), pack_int4)
     ways = [[pack(made, amx=amx) for _ in range(_TRIED_MATRICES)] for amx in (True, False)]
     best = [float("inf"), float("inf")]
     for _ in range(_TRIES):

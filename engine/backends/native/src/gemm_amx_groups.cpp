@@ -29,7 +29,7 @@ struct Int8 {
   static constexpr bool HAS_MINIMA = false;
 
   static int64_t panel_bytes(int64_t groups) {
-    return OF_ROTATED ? groups * ROTATED_GROUP_BYTES + ROTATED_PANEL_BYTES : groups * INT8_GROUP_BYTES;
+    return OF_ROTATED ? rotated_panel_bytes(groups) : groups * INT8_GROUP_BYTES;
   }
 
   static OCTAVO_INLINE_MEMBER Vector scale(const char* panel, int64_t groups, int64_t group, int64_t side) {

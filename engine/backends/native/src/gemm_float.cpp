@@ -128,7 +128,9 @@ void pack(const T* weight, int64_t stride, T* to, int64_t outputs, int64_t input
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
     char* out = reinterpret_cast<char*>(to) + panel * units * PANEL * 4;
     transpose_rows(weight + first * stride, stride * BYTES, inputs * BYTES, rows, units,
-              [&](int64_t unit, int64_t column, Words words) { store_words(out + (unit * PANEL + column) * 4, words); });
+                   [&](int64_t unit, int64_t column, Words words) {
+                     store_words(out + (unit * PANEL + column) * 4, words);
+                   });
   });
 }
 

@@ -15,9 +15,10 @@ constexpr int64_t UNITS = GROUP / UNIT;
 constexpr int64_t ROW_GROUP_BYTES = GROUP + 8;  // of a row of x
 // Of a panel: integers, then scales, and of 4 bits minima.
 constexpr int64_t INT8_GROUP_BYTES = PANEL * (GROUP + 2);
-// Of rotated groups the integers of a panel come first, then all scales, a byte each, then what these count, [PANEL].
+// Of rotated groups the integers of a panel come first, then all scales, a byte each, then what these count, [PANEL]
+// float32, which is multiplied in last.
 constexpr int64_t ROTATED_GROUP_BYTES = PANEL * (GROUP + 1);
-constexpr int64_t ROTATED_PANEL_BYTES = PANEL * 4;
+constexpr int64_t rotated_panel_bytes(int64_t groups) { return (groups * ROTATED_GROUP_BYTES + 4 * PANEL + 63) / 64 * 64; }
 constexpr int64_t INT4_GROUP_BYTES = PANEL * (GROUP / 2 + 4);
 
 OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }

@@ -85,11 +85,11 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const float16* scales, uint8_t* 
     });
     // A word is the scale and the minimum of a group.
     transpose_rows(scales + 2 * first * groups, 4 * groups, 4 * groups, rows, groups,
-              [&](int64_t group, int64_t column, Words words) {
-                uint8_t* place = out + group * GROUP_BYTES + PANEL * GROUP / 2 + 2 * column;
-                store_halves(place, words);
-                store_halves(place + 2 * PANEL, words >> 16);
-              });
+                   [&](int64_t group, int64_t column, Words words) {
+                     uint8_t* place = out + group * GROUP_BYTES + PANEL * GROUP / 2 + 2 * column;
+                     store_halves(place, words);
+                     store_halves(place + 2 * PANEL, words >> 16);
+                   });
   });
 }
 

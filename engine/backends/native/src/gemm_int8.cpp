@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t INTEGERS = PANEL * GROUP;  // bytes of a group of a panel
 constexpr int64_t AHEAD = 4;                 // groups
 
-// Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]; of rotated ones see ROTATED_GROUP_BYTES. x: see
-// `prepare_groups`; what is noted is what the offset of the weights adds to the sum, negated.
+// Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]; of rotated ones see ROTATED_GROUP_BYTES. x:
+// see `prepare_groups`; what is noted is what the offset of the weights adds to the sum, negated.
 template <bool ROTATED>
 struct Int8 : ByVectors<Int8<ROTATED>> {
 #if defined(__AVX512F__)
@@ -25,7 +25,7 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
 #endif
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
   static int64_t panel_bytes(int64_t inputs) {
-    if constexpr (ROTATED) return groups_of(inputs) * ROTATED_GROUP_BYTES + ROTATED_PANEL_BYTES;
+    if constexpr (ROTATED) return rotated_panel_bytes(groups_of(inputs));
     return groups_of(inputs) * INT8_GROUP_BYTES;
   }
 
@@ -93,16 +93,18 @@ OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float16* scales, int8_t* to
   const int64_t groups = groups_of(inputs);
   each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
     int8_t* out = to + panel * groups * INT8_GROUP_BYTES;
-    transpose_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS, [&](int64_t unit, int64_t column, Words words) {
-      store_words(out + unit / UNITS * INT8_GROUP_BYTES + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
-    });
+    transpose_rows(q + first * inputs, inputs, inputs, rows, groups * UNITS,
+                   [&](int64_t unit, int64_t column, Words words) {
+                     int8_t* group = out + unit / UNITS * INT8_GROUP_BYTES;
+                     store_words(group + (unit % UNITS * PANEL + column) * UNIT, words ^ FLIPPED);
+                   });
     // A word is the scales of two groups.
     transpose_rows(scales + first * groups, 2 * groups, 2 * groups, rows, (groups + 1) / 2,
-              [&](int64_t pair, int64_t column, Words words) {
-                int8_t* place = out + 2 * pair * INT8_GROUP_BYTES + INTEGERS + 2 * column;
-                store_halves(place, words);
-                if (2 * pair + 1 < groups) store_halves(place + INT8_GROUP_BYTES, words >> 16);
-              });
+                   [&](int64_t pair, int64_t column, Words words) {
+                     int8_t* place = out + 2 * pair * INT8_GROUP_BYTES + INTEGERS + 2 * column;
+                     store_halves(place, words);
+                     if (2 * pair + 1 < groups) store_halves(place + INT8_GROUP_BYTES, words >> 16);
+                   });
   });
 }
 
