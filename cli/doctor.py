@@ -194,7 +194,7 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     elif facts.max_encoder_len is not None:
         inputs = "sound" if facts.hears else "prompts"
         room = f"encoder-decoder, {inputs} of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
-    found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"
+    found = f"{config.model}: {facts.architecture}, {files} of weights, {room}"
     yield Finding("model", "ok", found)
     if memory:
         yield check_memory(facts)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_8_bits_are_not_rounded_twice(gguf: Any, tmp_path: Path) -> None:
     held = head.packed and head.packed.native
     assert held is not None
     torch.testing.assert_close(gemm.unpack(held), model.state_dict()["lm_head.weight"], rtol=1e-6, atol=2e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize(("format", "kind"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_matrices_of_a_conv1d_stay_as_they_are_stored(format: str, kind: str, gguf: Any, tmp_path: Path) -> None:
+    """A file has them by outputs, transformers by inputs."""
+    path = tmp_path / "tiny.gguf"
+    model = write_file(path, KINDS["gpt2"], formats=(format,))
+    engine = make_engine(path, skip_tokenizer_init=True, quantization="stored")
+    matrices = {module: kind for module, kind in engine.runner.model.matrices("stored") if not module.shared}
+    assert set(matrices.values()) == {kind}
+    (one,) = [module for module in matrices if module is engine.runner.model.decoder.blocks[0].ffn.inner.up]
+    held = one.packed and one.packed.native
+    assert held is not None
+    expected = model.state_dict()["transformer.h.0.mlp.c_fc.weight"].T
+    torch.testing.assert_close(gemm.unpack(replace(held, bias=None)), expected, rtol=2e-3, atol=1e-4)
     engine.close()
 
 

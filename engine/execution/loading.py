@@ -137,7 +137,8 @@ def find_quantization(
     if wanted == "stored":
         with Checkpoint(path, scheme) as checkpoint:
             if not checkpoint.has_few_bits:
-                logger.warning("%s: --quantization stored changes nothing, since weights are stored plainly.", path)
+                message = "%s: --quantization stored changes nothing, since weights are stored plainly."
+                logger.warning(message, checkpoint.path)
                 return None
     if wanted is None or device.type == "cpu" or wanted in (*ON_GPUS, "stored"):
         return wanted

@@ -47,7 +47,7 @@ _PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] 
 
 
 def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
-    """Bytes of a weight [outputs, inputs]; of int8 in plain groups; rotated ones take up to 3% less."""
+    """Bytes of a weight [outputs, inputs]; of int8 in plain groups. Rotated ones take about as much."""
     if kind == "int8-fast":
         return outputs * (inputs + 4)
     if kind == "int8":

@@ -175,6 +175,10 @@ class Checkpoint:
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
 
+    def by_outputs(self, name: str) -> bool:
+        """Whether what transformers' Conv1D has [in, out] is stored [out, in]: in few bits, and in GGUF files."""
+        return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
+
     @property
     def has_few_bits(self) -> bool:
         """Whether any tensor is stored in few bits."""

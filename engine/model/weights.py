@@ -170,17 +170,15 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
 
 
 def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
-    """The table, where a Conv1D's matrix that the checkpoint has in few bits is one of a linear layer.
+    """The table, where a Conv1D's matrix that the checkpoint has by outputs is one of a linear layer.
 
     Args:
         checkpoint: under the table's names.
     """
-    if checkpoint.scheme is None:
-        return table
 
     def is_linear(entry: Entry) -> bool:
         stored = [name for name in entry.sources if name in checkpoint.names]
-        return isinstance(entry.transform, Conv1d) and any(map(checkpoint.few_bits, stored))
+        return isinstance(entry.transform, Conv1d) and any(map(checkpoint.by_outputs, stored))
 
     entries = (replace(entry, transform=Same()) if is_linear(entry) else entry for entry in table.entries)
     return replace(table, entries=tuple(entries))

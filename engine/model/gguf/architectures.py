@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, OneRow, Turned
+from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, OneRow
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_parameters
@@ -383,9 +383,6 @@ _ARCHITECTURES: dict[str, Architecture] = {
             "position_embd": "transformer.wpe",
             "output_norm": "transformer.ln_f",
             "output": "lm_head",
-        },
-        arranged={
-            f"{name}.weight": lambda config: Turned() for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         },
     ),
     "llama": Architecture(_llama, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),

@@ -67,17 +67,6 @@ class AboveOne(Arrangement):
 
 
 @dataclass(frozen=True)
-class Turned(Arrangement):
-    """A matrix that transformers has inputs by outputs."""
-
-    def shape(self, stored: Shape) -> Shape:
-        return stored[::-1]
-
-    def arrange(self, stored: Tensor) -> Tensor:
-        return stored.t()
-
-
-@dataclass(frozen=True)
 class OneRow(Arrangement):
     """A matrix of one row that is stored without that dimension."""
 
