@@ -40,7 +40,7 @@ from engine.model.stored.compressed_tensors import config_of, parts_of, written_
 from engine.model.table import Entry, keeps_rows
 from engine.model.transformer import Transformer
 from engine.model.weight_files import INDEX_FILE, SINGLE_FILE, Checkpoint, header, raw_bytes
-from engine.model.weights import as_stored, plan, stored_dtype
+from engine.model.weights import as_linears, as_stored, plan, stored_dtype
 
 SHARD_BYTES = 4 << 30
 
@@ -190,7 +190,7 @@ def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Q
         table = families.weight_table(config, stored)
     length = min(16, stored.max_positions or 16)  # no matrix depends on it
     model = Transformer(stored, TorchReference(), length, device="meta", dtype=torch.float32)  # shapes, no memory
-    plan(checkpoint, table, model)  # refuses what cannot be loaded
+    plan(checkpoint, as_linears(checkpoint, table), model)  # refuses what cannot be loaded
     names = {module: name for name, module in model.named_modules()}
     kinds = {f"{names[module]}.weight": becomes for module, becomes in model.matrices(kind)}
     uses: dict[str, list[Entry]] = {}

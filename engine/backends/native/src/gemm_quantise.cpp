@@ -216,45 +216,30 @@ void quantise_int4(const T* weight, int64_t stride, uint8_t* q, float16* lines, 
 
 }  // namespace
 
-// q [outputs, inputs] from -127 to 127, scales [outputs]: weight is about q * scale.
-OCTAVO_EXPORT(gemm_quantise_int8_fast_f32)(const float* weight, int64_t stride, int8_t* q, float* scales,
-                                           int64_t outputs, int64_t inputs) {
-  quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
-}
-
-OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
-                                            int64_t outputs, int64_t inputs) {
-  quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
-}
-
-#define OCTAVO_QUANTISE(kind, form, FORM, Integer)                                                                   \
-  OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, f32, float)                                                        \
-  OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, bf16, bfloat16)
-#define OCTAVO_QUANTISE_FROM(kind, form, FORM, Integer, name, T)                                                     \
-  OCTAVO_EXPORT(gemm_quantise_##kind##_##form##_##name)(const T* weight, int64_t stride, Integer* q,                 \
-                                                        float16* scales, int64_t outputs, int64_t inputs) {          \
-    quantise_##kind<FORM>(weight, stride, q, scales, outputs, inputs);                                               \
+// From weights of either format.
+#define OCTAVO_QUANTISE(kind, quantise, Integer, Scale)                                                             \
+  OCTAVO_QUANTISE_FROM(kind##_f32, quantise, Integer, Scale, float)                                                 \
+  OCTAVO_QUANTISE_FROM(kind##_bf16, quantise, Integer, Scale, bfloat16)
+#define OCTAVO_QUANTISE_FROM(name, quantise, Integer, Scale, T)                                                     \
+  OCTAVO_EXPORT(gemm_quantise_##name)(const T* weight, int64_t stride, Integer* q, Scale* scales, int64_t outputs,  \
+                                      int64_t inputs) {                                                             \
+    quantise(weight, stride, q, scales, outputs, inputs);                                                           \
   }
 
+// q [outputs, inputs] from -127 to 127, scales [outputs]: weight is about q * scale.
+OCTAVO_QUANTISE(int8_fast, quantise_int8_fast, int8_t, float)
+
 // The same with scales [outputs, groups].
-OCTAVO_QUANTISE(int8, plain, PLAIN, int8_t)
-OCTAVO_QUANTISE(int8, portable, PORTABLE, int8_t)
+OCTAVO_QUANTISE(int8_plain, quantise_int8<PLAIN>, int8_t, float16)
+OCTAVO_QUANTISE(int8_portable, quantise_int8<PORTABLE>, int8_t, float16)
 
 // Rotated: q [outputs, groups, GROUP]; scales [outputs, 4 + groups]: a float32 and how many times that each scale is.
-OCTAVO_EXPORT(gemm_quantise_int8_rotated_f32)(const float* weight, int64_t stride, int8_t* q, uint8_t* scales,
-                                              int64_t outputs, int64_t inputs) {
-  quantise_rotated(weight, stride, q, scales, outputs, inputs);
-}
-
-OCTAVO_EXPORT(gemm_quantise_int8_rotated_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, uint8_t* scales,
-                                               int64_t outputs, int64_t inputs) {
-  quantise_rotated(weight, stride, q, scales, outputs, inputs);
-}
+OCTAVO_QUANTISE(int8_rotated, quantise_rotated, int8_t, uint8_t)
 
 // q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
 // bytes for every eight; what is past the end of a row is not used. scales [outputs, groups, 2], with minima: weight is
 // about integer * scale + minimum. Portable: minima are -8 scales.
-OCTAVO_QUANTISE(int4, plain, PLAIN, uint8_t)
-OCTAVO_QUANTISE(int4, portable, PORTABLE, uint8_t)
+OCTAVO_QUANTISE(int4_plain, quantise_int4<PLAIN>, uint8_t, float16)
+OCTAVO_QUANTISE(int4_portable, quantise_int4<PORTABLE>, uint8_t, float16)
 
 }  // namespace octavo::gemm
