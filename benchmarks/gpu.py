@@ -30,6 +30,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ class Run:
             return
         self.rates = timing.measure_rates(self.device, copied=self.sizes.copied, product=self.sizes.product)
         print(
-            f"{self.machine['gpu'] or self.machine['cpu']}: a copy reads and writes {self.rates.bandwidth / 1e12:.3f} "
+            f"{self.machine['gpu'] or self.machine['cpu']}: it reads {self.rates.bandwidth / 1e12:.3f} "
             f"TB/s, a product of bfloat16 matrices makes {self.rates.products / 1e12:.1f} TFLOP/s",
             flush=True,
         )
@@ -329,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     # A profiler that is started again after CUDA graphs have run may crash where it was taken down in between.
     os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
