@@ -770,7 +770,7 @@ def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.Capt
     def close(setting: check.Setting) -> Iterator[check.Outcome]:
         x = setting.normal(3, 4)
         yield x, x.double()
-        yield x * (1 + 2**-9), x.double()
+        yield x.double() * (1 + 2**-11), x.double()
 
     def skipped(_: check.Setting) -> Iterator[check.Outcome]:
         raise check.SkippedError("not on this machine")
@@ -781,6 +781,7 @@ def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.Capt
 
     assert kernels.run(check.Check("close", close, bound=2.0), setting)["passed"] is True
     assert kernels.run(check.Check("close", close, bound=0.1), setting)["passed"] is False
+    assert kernels.run(check.Check("close", close, spread=0.4), setting)["passed"] is False
     assert kernels.run(check.Check("skipped", skipped), setting)["passed"] is None
     found = kernels.run(check.Check("broken", broken), setting)
     assert (found["passed"], found["note"]) == (False, "ValueError: never reached")

@@ -50,31 +50,24 @@ class Flash:
     """torch's operator, or what stands in for it; remembers the lengths of the prompts that it was given."""
 
     def __init__(self) -> None:
-        self.calls: list[list[int]] = []
+        self.calls: list[int] = []
         self.real = attention_flash.operator()
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, *how: Any, scale: float
-    ) -> Any:
-        lengths = starts.diff().tolist()
-        self.calls.append(lengths)
-        assert starts.dtype == torch.int32
-        assert starts.is_contiguous()
-        assert key_starts is starts
-        assert how == (max(lengths), max(lengths), 0.0, True, False)
-        assert len(q) == len(k) == len(v) == sum(lengths)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.calls.append(len(q))
+        assert len(q) == len(k) == len(v)
         assert {x.dtype for x in (q, k, v)} <= {torch.float16, torch.bfloat16}
         assert {x.stride(-1) for x in (q, k, v)} == {1}
-        return self.compute(q, k, v, starts, scale)
+        return self.compute(q, k, v, scale)
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
-        longest = int(starts.diff().max())
-        if q.is_cuda:
-            return self.real(q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale)
-        lengths = starts.diff().tolist()
-        metadata = AttentionMetadata.build(lengths, lengths, CPU)
-        out = TorchReference().attend(q.float(), Ragged(k.float(), v.float(), starts[:-1]), metadata, scale=scale)
-        return out.to(q.dtype), None, None, None, None
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.real(q, k, v, scale) if q.is_cuda else by_reference(q, k, v, scale)
+
+
+def by_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Tensor:
+    metadata = AttentionMetadata.build([len(q)], [len(q)], CPU)
+    kv = Ragged(k.cpu().float(), v.cpu().float(), torch.zeros(1, dtype=torch.int32))
+    return TorchReference().attend(q.cpu().float(), kv, metadata, scale=scale, causal=causal).to(q.device, q.dtype)
 
 
 @pytest.fixture
@@ -158,7 +151,7 @@ def test_whole_prompts_beside_other_rows(
     lengths, contexts = map(list, zip(*MIXED, strict=True))
     ours = assert_close(device, q, kv, lengths, contexts, scale=0.25)
     got = with_flash(device, torch.cat([q, torch.full_like(q[:3], math.nan)]), kv, MIXED)
-    assert flash.calls == [[25, 20], [41]]
+    assert flash.calls == [25, 20, 41]
     assert not got[len(q) :].any()
     sizes = TorchReference().attend(
         q.float(), replace(kv, values=kv.values.abs()), AttentionMetadata.build(lengths, contexts, CPU), scale=0.25
@@ -176,7 +169,7 @@ def test_a_prompt_alone_equals_the_same_in_a_crowd_to_the_bit(device: torch.devi
     for row in (3, 4, 6):
         own = replace(kv, block_tables=kv.block_tables[row : row + 1])
         assert torch.equal(with_flash(device, q.split(lengths)[row], own, MIXED[row : row + 1]), crowd[row])
-    assert flash.calls[2:] == [[25], [20], [41]]
+    assert flash.calls[3:] == [25, 20, 41]
 
 
 def test_queries_need_not_lie_side_by_side(device: torch.device, flash: Flash) -> None:
@@ -262,38 +255,34 @@ def found(device: torch.device, lengths: tuple[int, ...] = (70, 33)) -> str:
 def test_what_computes_the_same_is_taken(device: torch.device, flash: Flash, lengths: tuple[int, int]) -> None:
     assert found(device, lengths) == ""
     first, second = lengths
-    assert flash.calls == [[first, second], [first], [second]]
+    assert flash.calls == [first, second, first, second]
 
 
 class Later(Flash):
     """Lets queries see later keys."""
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
-        lengths = starts.diff().tolist()
-        metadata = AttentionMetadata.build(lengths, lengths, CPU)
-        kv = Ragged(k.cpu().float(), v.cpu().float(), starts[:-1].cpu())
-        out = TorchReference().attend(q.cpu().float(), kv, metadata, scale=scale, causal=False)
-        return (out.to(q.device, q.dtype),)
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return by_reference(q, k, v, scale, causal=False)
 
 
 class OtherScale(Flash):
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
-        return super().compute(q, k, v, starts, 1.2 * scale)
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return super().compute(q, k, v, 1.2 * scale)
 
 
 class OtherHeads(Flash):
     """Head h reads key head h % kv_heads."""
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         order = torch.tensor([0, 2, 1, 3], device=q.device)
-        return (super().compute(q[:, order].contiguous(), k, v, starts, scale)[0][:, order],)
+        return super().compute(q[:, order].contiguous(), k, v, scale)[:, order]
 
 
 class OneNan(Flash):
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
-        (out, *_) = super().compute(q, k, v, starts, scale)
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out = super().compute(q, k, v, scale)
         out[-1, -1, -1] = math.nan
-        return (out,)
+        return out
 
 
 @pytest.mark.parametrize("wrong", [Later, OtherScale, OtherHeads, OneNan])
@@ -306,28 +295,28 @@ def test_what_computes_something_else_is_not_taken(
     assert made.calls
 
 
-class Neighbours(Flash):
-    """The last bit of a prompt is another one where it is alone."""
+class Unsteady(Flash):
+    """The last bit is another one from the third call on."""
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Any:
-        (out, *_) = super().compute(q, k, v, starts, scale)
-        if len(starts) == 2:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out = super().compute(q, k, v, scale)
+        if len(self.calls) > 2:
             out[-1, -1, -1] *= 1 + torch.finfo(out.dtype).eps
-        return (out,)
+        return out
 
 
-def test_what_depends_on_the_batch_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Neighbours()
+def test_what_differs_from_call_to_call_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Unsteady()
     monkeypatch.setattr(attention_flash, "operator", lambda: made)
     assert "depend on what is beside a prompt" in found(device)
 
 
-def test_what_fails_or_is_not_there_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type == "cpu":  # torch's own operator, for which a CPU has no kernel
-        assert "it fails for 4 heads" in found(device)
-    without = SimpleNamespace(ops=SimpleNamespace(aten=SimpleNamespace()), __version__="2.0")
-    monkeypatch.setattr(attention_flash, "torch", without)
-    assert "torch 2.0 has no flash attention" in found(device)
+def test_what_fails_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(attention_flash, "operator", lambda: fail)
+    assert "it fails for 4 heads of 16 features over 2 (no kernel for this)" in found(device)
 
 
 # ------------------------------------------------------------------ engines
@@ -376,7 +365,7 @@ def test_an_engine_gives_the_same_tokens(
     assert f"from 20 tokens on that come whole: torch's flash attention in {layers} layers" in caplog.text
     flash.calls.clear()
     assert answers(engine) == expected
-    assert flash.calls == [[30], [25]] * layers + [[22]] * layers
+    assert flash.calls == [30, 25] * layers + [22] * layers
     flash.calls.clear()
     assert run(engine, [JOBS[0]]) == expected[:1], "behind a cached beginning"
     assert not flash.calls
@@ -400,7 +389,7 @@ def test_layers_with_windows_stay_with_our_kernels(
     flash.calls.clear()
     assert run(engine, jobs) == expected
     plain_layers = [one for one in engine.runner.model.spec.decoder.attentions if one.window is None]
-    assert flash.calls == [[30]] * len(plain_layers)
+    assert flash.calls == [30] * len(plain_layers)
     assert 0 < len(plain_layers) < len(engine.runner.model.decoder.blocks)
     engine.close()
 
@@ -441,7 +430,7 @@ def test_it_is_tried_without_weights(device: torch.device, flash: Flash, checkpo
     config = EngineConfig(model=str(path), device=str(device), dtype="float16", max_num_batched_tokens=20)
     facts, layers = inspection.inspect_flash(config, path), len(build_spec(read_config(path)).trunk.blocks)
     assert (facts.layers, facts.of, facts.why, facts.too_short) == (layers, layers, "", "")
-    assert flash.calls == [[33, 20], [33], [20]], "once for all layers"
+    assert flash.calls == [33, 20, 33, 20], "once for all layers"
     narrow = inspection.inspect_flash(replace(config, max_num_batched_tokens=19, max_num_seqs=4), path)
     assert "--max-num-batched-tokens is 19" in narrow.too_short
     pages = inspection.inspect_flash(replace(config, kv_cache_dtype="int8"), path)

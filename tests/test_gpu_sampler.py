@@ -95,12 +95,20 @@ def test_the_kernels_choose_what_torch_chooses(data: st.DataObject, seed: int) -
 
 
 @pytest.mark.parametrize(
-    "row", [{"top_k": 300, "top_p": 0.9}, {"top_k": 700}, {"top_p": 0.97}, {"min_p": 0.001}], ids=str
+    ("row", "scale"),
+    [
+        ({"top_k": 300, "top_p": 0.9}, 0.7),
+        ({"top_k": 700}, 0.7),
+        ({"top_p": 0.97}, 0.7),
+        ({"min_p": 0.001}, 0.7),
+        ({"top_p": 0.9}, 2.0),  # the threshold is in the lowest quarter of its first bracket
+    ],
+    ids=str,
 )
-def test_filters_that_keep_many_tokens(device: torch.device, row: dict[str, Any]) -> None:
+def test_filters_that_keep_many_tokens(device: torch.device, row: dict[str, Any], scale: float) -> None:
     """At the sizes that serve, too: flat rows of more tokens than are collected."""
-    logits = random_logits(3, 20_011, 3, 0.7)
-    rows = [{**row, "draws": [0.1, 0.9]}, {"draws": [0.5]}, {**row, "temperature": 1.7, "draws": [0.999]}]
+    logits = random_logits(3, 20_011, 3, scale)
+    rows = [{**row, "draws": [0.1, 0.3, 0.7, 0.9]}, {"draws": [0.5]}, {**row, "temperature": 1.7, "draws": [0.999]}]
     assert_same(sample(logits, rows, device), sampler_torch.sample(logits, batch_of(rows)), rows)
 
 

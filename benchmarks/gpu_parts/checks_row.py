@@ -11,7 +11,7 @@ from torch.nn import functional
 from engine.backends.triton import few_bits, matvec
 from engine.backends.triton.norms import Norm
 from engine.model.kernels import LIBRARY, wide_product
-from engine.model.quantisation import ON_GPUS, Quantization, on_device
+from engine.model.quantisation import ON_GPUS, Quantization
 from gpu_parts.check import Check, Outcome, Setting
 
 
@@ -67,9 +67,8 @@ def _few_bits(bits: Quantization) -> Callable[[Setting], Iterator[Outcome]]:
 
     def checks(setting: Setting) -> Iterator[Outcome]:
         for width, size in _matrices(setting, inputs=True):
-            plain = setting.normal(width, size, deviation=size**-0.5, seed=1)
-            weight = on_device(plain, bits, setting.device)
-            rounded, norm = weight.dense().to(plain.dtype), Norm(setting.normal(size, seed=3), 1e-5)
+            weight = setting.quantised(width, size, bits)
+            rounded, norm = weight.dense().to(setting.dtype), Norm(setting.normal(size, seed=3), 1e-5)
             one = setting.normal(1, size, deviation=3.0)
             yield matvec.product(one, weight, norm=norm), _normalised(one, norm) @ weight.dense().double().T
             yield matvec.product(one, weight), one.double() @ weight.dense().double().T
@@ -94,7 +93,7 @@ def _logits(setting: Setting) -> Iterator[Outcome]:
 CHECKS = (
     Check("one row: RMSNorm and product", _normed(False, False)),
     Check("one row: LayerNorm, product, bias", _normed(True, False)),
-    Check("one row: RMSNorm, product, gate", _normed(False, True), bound=4.0),
+    Check("one row: RMSNorm, product, gate", _normed(False, True), spread=1.0),
     Check("one row: product and addition", _added),
     Check("logits of one row, and of several", _logits),
     *(Check(f"products with weights of few bits: {bits}", _few_bits(bits)) for bits in ON_GPUS),

@@ -1,8 +1,9 @@
 """Each kernel in the format that models are served in, against float64.
 
 A check makes inputs in that format, runs a kernel, and computes the same from the same inputs in float64 by plain
-torch, nowhere with the kernels' own code. Errors are given in units of the format's epsilon (2^-7 of bfloat16), of the
-result's size: |got - want| / (|want| + mean |want|). One rounding is an error of half a unit.
+torch, nowhere with the kernels' own code. Errors are given in units of the format's epsilon (2^-7 of bfloat16). The
+largest one is that of a number, |got - want| / (|want| + mean |want|), where one rounding is half a unit. The spread is
+that of a result, |got - want| / |want| by their norms, where one rounding of each number is about a fifth of a unit.
 
 Without a GPU kernels run by Triton's interpreter, on small shapes and in float16, since it multiplies no matrices of
 bfloat16.
@@ -33,15 +34,26 @@ def error_of(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     return float((difference / size.clamp(min=1e-30)).max()) / torch.finfo(dtype).eps if got.numel() else 0.0
 
 
+def spread_of(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
+    """The root mean square error in units of a format's epsilon, of the root mean square."""
+    if not got.numel():
+        return 0.0
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30)) / torch.finfo(dtype).eps
+
+
 def run(check: Check, setting: Setting) -> dict[str, Any]:
     """What came of a check: `passed` is None where it was skipped."""
     started = time.perf_counter()
     found: dict[str, Any] = {"kernel": check.kernel, "bound": check.bound, "error": None, "passed": None, "note": ""}
+    found["spread"] = 0.0
     try:
-        found["error"] = max(
-            one if isinstance(one, float) else error_of(*one, setting.dtype) for one in check.run(setting)
-        )
-        found["passed"] = found["error"] <= check.bound
+        errors = []
+        for one in check.run(setting):
+            errors.append(one if isinstance(one, float) else error_of(*one, setting.dtype))
+            if not isinstance(one, float) and math.isfinite(errors[-1]):
+                found["spread"] = max(found["spread"], spread_of(*one, setting.dtype))
+        found["error"] = max(errors)
+        found["passed"] = found["error"] <= check.bound and found["spread"] <= check.spread
         if not math.isfinite(found["error"]):
             found["error"], found["note"] = None, "numbers are missing, or not finite"
     except SkippedError as reason:
@@ -51,7 +63,9 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
         found["note"] = f"{type(error).__name__}: {str(error).strip()[:500]}"
     found["seconds"] = round(time.perf_counter() - started, 1)
     word = {True: "right", False: "WRONG", None: "skipped"}[found["passed"]]
-    figure = "" if found["error"] is None else f"error {found['error']:.2f} of at most {check.bound:g}"
+    figure = "" if found["error"] is None else (
+        f"error {found['error']:.2f} of at most {check.bound:g}, spread {found['spread']:.2f} of {check.spread:g}"
+    )
     print(f"  {check.kernel:44s} {word:8s} {figure}{found['note']}", flush=True)
     return found
 

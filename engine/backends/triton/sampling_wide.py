@@ -73,10 +73,11 @@ def _threshold(
     Returns:
         That number, how many logits are above it, and their weight.
     """
-    # Until the first pass says how many there are: as many as would not be collected. Of a vocabulary that could be,
-    # Triton 3.6 would see that no pass is needed, and fail over what is left of the kernel.
+    # Until a pass has counted what reaches `low`, all logits may. At least one pass runs: otherwise Triton 3.6 sees that
+    # none is needed, and fails to compile the rest.
     turn = low.to(tl.int32) * 0
-    count_low, count_high, weight_high = turn + (ROOM + 1), turn, reference.to(tl.float64) * 0.0
+    count_low = turn + (vocabulary if vocabulary > ROOM else ROOM + 1)
+    count_high, weight_high = turn, reference.to(tl.float64) * 0.0
     while (high - low > 1) & (count_low - count_high > ROOM):
         floor, ceiling = value_of(low), value_of(high)
         step = (ceiling - floor) * 0.25
