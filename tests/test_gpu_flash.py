@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 

@@ -63,8 +63,12 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
         found["note"] = f"{type(error).__name__}: {str(error).strip()[:500]}"
     found["seconds"] = round(time.perf_counter() - started, 1)
     word = {True: "right", False: "WRONG", None: "skipped"}[found["passed"]]
-    figure = "" if found["error"] is None else (
-        f"error {found['error']:.2f} of at most {check.bound:g}, spread {found['spread']:.2f} of {check.spread:g}"
+    figure = (
+        ""
+        if found["error"] is None
+        else (
+            f"error {found['error']:.2f} of at most {check.bound:g}, spread {found['spread']:.2f} of {check.spread:g}"
+        )
     )
     print(f"  {check.kernel:44s} {word:8s} {figure}{found['note']}", flush=True)
     return found

@@ -45,15 +45,23 @@ def measure_rates(device: torch.device, *, copied: int, product: int, repeats: i
 
     Numbers are random: a GPU that multiplies zeros takes less power, and keeps a higher clock than it ever has at work.
     """
+    rates = Rates(bandwidth=_read(device, copied, repeats), products=_multiplied(device, product, repeats))
+    if device.type == "cuda":  # what torch keeps for later would count as taken
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _read(device: torch.device, copied: int, repeats: int) -> float:
     source = torch.randn(copied // 2, dtype=torch.bfloat16, device=device)
     reading = min(
         seconds_of(device, lambda: source.sum(dtype=torch.float32), repeats),
         seconds_of(device, lambda: source.amax(), repeats),
     )
+    return float(copied) / reading
+
+
+def _multiplied(device: torch.device, product: int, repeats: int) -> float:
     left, right = (torch.randn(product, product, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
     multiplying = seconds_of(device, lambda: torch.mm(left, right, out=out), repeats)
-    del source, left, right, out
-    if device.type == "cuda":  # what torch keeps for later would count as taken
-        torch.cuda.empty_cache()
-    return Rates(bandwidth=float(copied) / reading, products=2.0 * product**3 / multiplying)
+    return 2.0 * product**3 / multiplying

@@ -154,7 +154,8 @@ def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out:
 
 
 def operator() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """torch's causal attention of one prompt: q [T, heads, head_dim], keys and values [T, kv_heads, head_dim], scale."""
+    """torch's causal attention of one prompt: of q [T, heads, head_dim], keys and values [T, kv_heads, head_dim], and
+    the scale of scores."""
     return _by_torch
 
 

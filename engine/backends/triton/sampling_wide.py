@@ -73,8 +73,8 @@ def _threshold(
     Returns:
         That number, how many logits are above it, and their weight.
     """
-    # Until a pass has counted what reaches `low`, all logits may. At least one pass runs: otherwise Triton 3.6 sees that
-    # none is needed, and fails to compile the rest.
+    # Until a pass has counted what reaches `low`, all logits may. At least one pass runs: where Triton 3.6 sees that
+    # none is needed, it fails to compile the rest.
     turn = low.to(tl.int32) * 0
     count_low = turn + (vocabulary if vocabulary > ROOM else ROOM + 1)
     count_high, weight_high = turn, reference.to(tl.float64) * 0.0
