@@ -178,33 +178,34 @@ def plan_for(device: torch.device, lengths: list[int], contexts: list[int], wind
 
 
 def test_one_row_is_spread_over_many_programs(device: torch.device) -> None:
-    """At a context of 1,000 tokens and 8 heads of keys, over most of a large GPU: as programs with a tile each."""
+    """At a context of 1,000 tokens and 8 heads of keys, each chunk is a program's."""
     plan = plan_for(device, [1], [1000])
-    assert plan.share.tolist() == [1, 8 * 16]
-    assert plan.programs == 8 * 17  # a tile more, where the first key lies anywhere
+    assert plan.share.tolist() == [1, 8 * 8]
+    assert plan.programs == 8 * 9  # one more a head, where the first key lies anywhere
 
 
 @pytest.mark.parametrize(
-    ("rows", "share"), [(1, 1), (8, 4), (30, 16), (33, 16), (34, 17), (40, 20), (48, 24), (60, 32), (100, 49)]
+    ("rows", "share"), [(1, 1), (8, 2), (30, 8), (33, 8), (34, 9), (40, 10), (48, 12), (60, 16), (100, 25)]
 )
 def test_no_program_reads_much_more_than_the_others(device: torch.device, rows: int, share: int) -> None:
-    """Rows have 16 tiles a head. Whole heads would be 32 for some of 264 programs from 34 rows on; they are taken where
-    the others have nearly as much."""
+    """A row has 8 chunks a head. From 34 rows on, some of 264 programs would have two whole heads, which is 16 chunks;
+    they get these only where the others have nearly as much."""
     plan = plan_for(device, [1] * rows, [1000] * rows)
-    assert plan.share.tolist() == [share, rows * 8 * 16]
-    assert share <= 9 / 8 * math.ceil(rows * 8 * 16 / 264)
+    assert plan.share.tolist() == [share, rows * 8 * 8]
+    assert share <= 9 / 8 * math.ceil(rows * 8 * 8 / 264)
 
 
 def test_whole_heads_are_of_no_use_where_rows_differ(device: torch.device) -> None:
-    contexts = [1000] * 29 + [900]
-    assert plan_for(device, [1] * 30, contexts).share.tolist() == [15, 8 * (29 * 16 + 15)]
+    contexts = [2000] * 30 + [1900]
+    assert plan_for(device, [1] * 31, contexts).share.tolist() == [15, 8 * (30 * 16 + 15)]
+    assert plan_for(device, [1] * 31, [2000] * 31).share.tolist() == [16, 8 * 31 * 16]
 
 
 def test_a_program_begins_where_the_one_before_it_ends(device: torch.device) -> None:
     """Among prompts, rows without a query, and rows whose chunks have grown."""
     lengths = [1, 700, 0, 4, 1, 5, 1]
     contexts = [20_000, 700, 300, 64, 65, 300, 2049]
-    works = [8 * 320, 8, 8 * 2, 8 * 34]  # of 64 keys, in chunks of 640, 64, 64 and 128 keys
+    works = [8 * 160, 8, 8, 8 * 17]  # of 128 keys, in chunks of 640, 128, 128 and 128 keys
     plan = plan_for(device, lengths, contexts)
     assert plan.row_of[:4].tolist() == [0, 3, 4, 6]
     before = [sum(works[:row]) for row in range(5)]
@@ -217,7 +218,7 @@ def test_a_program_begins_where_the_one_before_it_ends(device: torch.device) -> 
         assert before[first] <= program * share < before[first + 1]
     assert not plan.counters.any()
     seen = plan_for(device, [1, 1], [20_000, 90], Window(99))  # from key 19,840 and key 0 on
-    assert seen.share.tolist() == [1, 8 * (3 + 2)]
+    assert seen.share.tolist() == [1, 8 * (2 + 1)]
 
 
 @pytest.mark.slow
