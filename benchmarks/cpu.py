@@ -13,6 +13,8 @@ of medians in this run. Work:
                  LLaMA shape of 235M parameters
     gguf-load    how long both take to load such files of 1.1 billion parameters: warm, and cold, which is from the disk
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
+    sizes        decode and prefill of models as people run them (--shape 0.5B 1.5B 3B 8B, --formats), in llama.cpp and
+                 Octavo on the same file, and the memory of both; each row is kept as it appears
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
                  and widened as without it); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
@@ -23,6 +25,7 @@ Peers that are not installed are left out (benchmarks/README.md says how each is
 
     python benchmarks/cpu.py --output
     python benchmarks/cpu.py --work decode prefill --peers llama.cpp --rounds 3
+    python benchmarks/cpu.py --work sizes --shape 1.5B 8B --formats q4_k_m --work-dir build/sizes --output sizes.json
 """
 
 from __future__ import annotations
@@ -45,13 +48,16 @@ from peers import cases, engines, goals, page_cache, process, servers
 from peers.cases import Answers, Measure, Sizes
 from peers.checkpoints import SHAPES, make_encoder_decoder, make_llama
 from peers.engines import Files
+from peers.goals import FORMATS, SIZES
+from peers.memory import memory_of
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
 
 WORK = (
     "decode", "mixed", "prefill", "http", "gguf", "gguf-load", "gguf-http", "awq", "gptq", "beams", "overhead",
-    "first-token",
+    "first-token", "sizes",
 )  # fmt: skip
+DEFAULT_WORK = tuple(work for work in WORK if work != "sizes")  # it makes files of several gigabytes
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -76,9 +82,9 @@ class Run:
     def __init__(self, options: argparse.Namespace, folder: Path):
         self.options = options
         self.folder = folder
-        self.sizes = cases.TINY if options.tiny else Sizes()
+        self.amount = cases.TINY if options.tiny else Sizes()
         if options.quick:
-            self.sizes = replace(self.sizes, repeats=1, http=((1, 2), (8, 8), (32, 32)), singles=4)
+            self.amount = replace(self.amount, repeats=1, http=((1, 2), (8, 8), (32, 32)), singles=4)
         self.installs: dict[str, Install] = {}
         self.shapes: set[str] = set()
         self.missing: list[str] = []
@@ -110,7 +116,7 @@ class Run:
     @property
     def most_at_a_time(self) -> int:
         """Requests that a server of the HTTP rows may run."""
-        return max(concurrency for concurrency, _ in self.sizes.http)
+        return max(concurrency for concurrency, _ in self.amount.http)
 
     def encoder_decoder(self, shape: str) -> Files:
         """An encoder-decoder checkpoint."""
@@ -128,26 +134,44 @@ class Run:
     def decode(self) -> None:
         """One request."""
         with self._engines(self.llama(), DECODE) as ready:
-            self._measure("decode", ready, cases.decode(self.sizes, self.vocab_size()))
+            self._measure("decode", ready, cases.decode(self.amount, self.vocab_size()))
 
     def mixed(self) -> None:
         """Many requests at once."""
         for count in (8, 32):
             answers: Answers = {}
             with self._engines(self.llama(), MANY, crowd=count) as ready:
-                self._measure(f"mixed-{count}", ready, cases.mixed(count, self.sizes, self.vocab_size(), answers))
+                self._measure(f"mixed-{count}", ready, cases.mixed(count, self.amount, self.vocab_size(), answers))
             self._note(f"mixed-{count}", answers)
 
     def prefill(self) -> None:
         """A long prompt."""
         with self._engines(self.llama(), MANY) as ready:
-            self._measure("prefill", ready, cases.prefill(self.sizes, self.vocab_size()))
+            self._measure("prefill", ready, cases.prefill(self.amount, self.vocab_size()))
 
     def gguf(self) -> None:
         """Files of llama.cpp's, which its own quantiser writes."""
         if "llama.cpp" not in self.installs:
             return
         self._stored("gguf", GGUF)
+
+    def sizes(self) -> None:
+        """Models as people run them, one at a time in short turns: a machine's memory is not always as fast."""
+        if "llama.cpp" not in self.installs:
+            return
+        sizes = self.amount if self.options.tiny else replace(self.amount, decode=48, prefill=512, repeats=1)
+        for shape in self.options.shape:
+            files, vocab_size = self.llama(shape), self.vocab_size(shape)
+            for format in self.options.formats:
+                ours = "bfloat16" if format == "bf16" else format
+                with self._engines(files, (f"octavo {ours}", f"llama.cpp {format}")) as ready:
+                    case = f"sizes-{shape}-{format}"
+                    self._measure(f"{case}-decode", ready, cases.decode(sizes, vocab_size), quick=True)
+                    self._measure(f"{case}-prefill", ready, cases.prefill(sizes, vocab_size), quick=True)
+                    memory = {one.name: memory_of(one.pids) for one in ready}
+                self.notes[f"{case}-decode"] = {"memory_mib": memory}
+                print(f"{case:18s} memory in MiB: {memory}", flush=True)
+                self.keep()
 
     def gguf_load(self) -> None:
         """Larger files, with and without the system having them in memory."""
@@ -172,8 +196,8 @@ class Run:
         if "llama.cpp" not in self.installs:
             return
         with self._servers(GGUF_SERVERS, self.llama("M"), crowd=8) as ready:
-            requests = dict(self.sizes.http)[8]
-            self._measure("gguf-http-8", ready, cases.http(8, requests, self.sizes, self.vocab_size("M")))
+            requests = dict(self.amount.http)[8]
+            self._measure("gguf-http-8", ready, cases.http(8, requests, self.amount, self.vocab_size("M")))
 
     def awq(self) -> None:
         """A checkpoint as AutoAWQ writes it."""
@@ -187,41 +211,41 @@ class Run:
         """Decoding, a prompt and many requests with weights that files have in few bits."""
         files, vocab_size = self.llama("M"), self.vocab_size("M")
         with self._engines(files, names) as ready:
-            self._measure(f"{work}-decode", ready, cases.decode(self.sizes, vocab_size))
-            self._measure(f"{work}-prefill", ready, cases.prefill(self.sizes, vocab_size))
+            self._measure(f"{work}-decode", ready, cases.decode(self.amount, vocab_size))
+            self._measure(f"{work}-prefill", ready, cases.prefill(self.amount, vocab_size))
         for count in (8, 32):
             answers: Answers = {}
             with self._engines(files, names, crowd=count) as ready:
-                self._measure(f"{work}-mixed-{count}", ready, cases.mixed(count, self.sizes, vocab_size, answers))
+                self._measure(f"{work}-mixed-{count}", ready, cases.mixed(count, self.amount, vocab_size, answers))
             self._note(f"{work}-mixed-{count}", answers, names[0])
 
     def beams(self) -> None:
         """Searches of every model."""
         answers: Answers = {}
         with self._engines(self.llama(), BEAMS) as ready:
-            self._measure("beams-S", ready, cases.beams(self.sizes, self.vocab_size(), answers))
+            self._measure("beams-S", ready, cases.beams(self.amount, self.vocab_size(), answers))
         self._note("beams-S", answers)
         for shape, count in (("t5-small", 1), ("bart-base", 1), ("t5-small", 32)):
             case = f"beams-{shape}" + (f"-{count}" if count > 1 else "")
             answers = {}
             top = 512 if self.options.tiny else {"t5-small": 32000, "bart-base": 50000}[shape]
             with self._engines(self.encoder_decoder(shape), SEQ2SEQ, crowd=count) as ready:
-                self._measure(case, ready, cases.encoder_decoder(count, self.sizes, top, answers))
+                self._measure(case, ready, cases.encoder_decoder(count, self.amount, top, answers))
             self._note(case, answers)
 
     def http(self) -> None:
         """Servers, which stay for all loads."""
         with self._servers(SERVERS, self.llama(), self.most_at_a_time) as ready:
-            for concurrency, requests in self.sizes.http:
+            for concurrency, requests in self.amount.http:
                 self._measure(
-                    f"http-{concurrency}", ready, cases.http(concurrency, requests, self.sizes, self.vocab_size())
+                    f"http-{concurrency}", ready, cases.http(concurrency, requests, self.amount, self.vocab_size())
                 )
 
     def overhead(self) -> None:
         """Octavo alone."""
         parts: dict[str, float] = {}
         with self._engines(self.llama(), ("octavo bfloat16",)) as ready:
-            self._measure("overhead", ready, cases.overhead(self.sizes, self.vocab_size(), parts))
+            self._measure("overhead", ready, cases.overhead(self.amount, self.vocab_size(), parts))
         self.notes["overhead"] = {"microseconds_of_a_step": parts}
         print(f"a step, in microseconds: {parts}", flush=True)
 
@@ -232,7 +256,7 @@ class Run:
         with self._servers((name,), files, self.most_at_a_time) as served, self._engines(files, (name,)) as ready:
             if served and ready:
                 pair = cases.OneAtATime(name, ready[0], served[0])
-                self._measure("first-token", [pair], cases.first_token(self.sizes, self.vocab_size()))
+                self._measure("first-token", [pair], cases.first_token(self.amount, self.vocab_size()))
 
     # ------------------------------------------------------------ the machinery
 
@@ -270,12 +294,12 @@ class Run:
             print(f"{name} is left out: {error}", flush=True)
             return None
 
-    def _measure(self, case: str, contestants: list[Any], measure: Measure) -> None:
-        """Choose settings, then take turns."""
+    def _measure(self, case: str, contestants: list[Any], measure: Measure, quick: bool = False) -> None:
+        """Choose settings, or take the first ones if `quick`; then take turns."""
         figure = next(goal.figure for goal in goals.goals() if goal.case == case)
         series: dict[str, Series] = {}
         for one in contestants:
-            chosen = self._attempt(one.name, lambda one=one: choose(one, measure, figure, self.options.quick))
+            chosen = self._attempt(one.name, lambda one=one: choose(one, measure, figure, quick or self.options.quick))
             if chosen is not None:
                 series[one.name] = chosen
         taking = [one for one in contestants if one.name in series]
@@ -294,6 +318,12 @@ class Run:
         self.notes[case] = {key: cases.agreement(answers, reference)}
 
     # ------------------------------------------------------------ the result
+
+    def keep(self) -> None:
+        """Write what was measured so far."""
+        if (output := output_of(self.options)) is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(self.result(), indent=2) + "\n")
 
     def result(self) -> dict[str, Any]:
         """Everything, as JSON."""
@@ -319,6 +349,13 @@ class Run:
         }
 
 
+def output_of(options: argparse.Namespace) -> Path | None:
+    """Where the result is kept, if it is."""
+    if options.output is None or options.output.name:
+        return options.output  # type: ignore[no-any-return]
+    return ROOT / "benchmarks" / "results" / "cpu.json"
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; the result as it is written."""
     options = _options(arguments)
@@ -329,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         folder = options.work_dir or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(options, folder.resolve())
+        output = output_of(options)
         try:
             for work in options.work:
                 getattr(run, work.replace("-", "_"))()
@@ -337,11 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print("interrupted: what was measured so far is the result", flush=True)
         result = run.result()
     print(goals.table(result["goals"]))
-    if options.output is not None:
-        default = ROOT / "benchmarks" / "results" / "cpu.json"
-        output = options.output if options.output.name else default
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    if output is not None:
+        run.keep()
         print(f"written to {output}")
         try:
             title = f"{result['machine']['cpu']}, {options.threads} threads, {result['machine']['date']}"
@@ -354,7 +389,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(DEFAULT_WORK))
+    parser.add_argument("--shape", nargs="+", choices=list(SIZES), default=list(SIZES), help="models of --work sizes")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="their weights")
     parser.add_argument("--peers", nargs="*", choices=list(process.MODULES), default=list(process.MODULES))
     parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="holds one folder for each peer")
     parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 5, quick 1)")

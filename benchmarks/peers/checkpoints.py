@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 1  # of the encoder-decoder models
 SPECIAL = ("<unk>", "<s>", "</s>")
+_ROWS = 4096  # of a matrix, written at a time
 LETTERS = "etaoinsr"  # enough of them for any vocabulary, few enough for words that look like words
 
-# LLaMA shape of SmolLM2-135M, one of 235M parameters, and one that a test can afford.
+
+def _published(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": tied,
+    }
+
+
+# LLaMA shape of SmolLM2-135M, one of 235M parameters, those of published models, and one that a test can afford.
 SHAPES: dict[str, dict[str, Any]] = {
     "S": {
         "vocab_size": 49152,
@@ -49,6 +67,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
+    # Qwen2.5 of 0.5B and 1.5B (as a LLaMA: without biases), Llama 3.2 of 3B, Llama 3.1 of 8B.
+    "0.5B": _published(151936, 896, 4864, 24, 14, 2, True),
+    "1.5B": _published(151936, 1536, 8960, 28, 12, 2, True),
+    "3B": _published(128256, 3072, 8192, 28, 24, 8, True),
+    "8B": _published(128256, 4096, 14336, 32, 32, 8, False),
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -67,13 +90,36 @@ def make_llama(folder: Path, shape: dict[str, Any]) -> None:
 
     The same weights for the same shape, and as large as leaves an answer to more than the prompt's last token.
     """
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=shape["hidden_size"] ** -0.5
+        **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, architectures=["LlamaForCausalLM"], dtype="bfloat16"
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    # One after the other: a model of 8B fits into memory in bfloat16, and not beside itself in float32.
+    _write_random(folder / "model.safetensors", {name: tuple(one.shape) for name, one in model.named_parameters()})
     tokenizer(shape["vocab_size"]).save_pretrained(folder)
+
+
+def _write_random(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of bfloat16: ones for norms, normal numbers with a deviation of inputs**-0.5 for matrices."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    generator = torch.Generator().manual_seed(0)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            for first in range(0, shape[0], _ROWS):
+                part = (min(_ROWS, shape[0] - first), *shape[1:])
+                made = torch.ones(part)
+                if len(shape) > 1:
+                    made = torch.randn(part, generator=generator).mul_(shape[1] ** -0.5)
+                out.write(made.bfloat16().view(torch.uint8).numpy().data)
 
 
 def tokenizer(vocab_size: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ UNITS = {
     "added_ms": "ms",
     "load_seconds_per_gb": "s/GB",
 }
+
+SIZES = ("0.5B", "1.5B", "3B", "8B")
+"""Models as people run them."""
+FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
+"""What their GGUF files hold."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,11 @@ def goals() -> list[Goal]:
             made.append(Goal(case, f"{label}, {what}", speed, both[:1], both[1:], goal))
         for case, what in (("gguf-load", "load from memory"), ("gguf-load-cold", "load from the disk")):
             made.append(Goal(case, f"{label}, {what}", "load_seconds_per_gb", both[:1], (), 2.0))
+    for shape, format in itertools.product(SIZES, FORMATS):
+        names = ("octavo bfloat16" if format == "bf16" else f"octavo {format}",), (f"llama.cpp {format}",)
+        label = f"{shape} {format.upper()}"
+        made.append(Goal(f"sizes-{shape}-{format}-decode", f"{label}, decode, batch 1", speed, *names, 1.1))
+        made.append(Goal(f"sizes-{shape}-{format}-prefill", f"{label}, prefill, 512 tokens", speed, *names, 1.5))
     ours, theirs = ("octavo q4_k_m",), ("llama.cpp q4_k_m",)
     made.append(Goal("gguf-http-8", "GGUF Q4_K_M, HTTP, 8 at a time", speed, ours, theirs, 1.5))
     for method in ("awq", "gptq"):
