@@ -12,9 +12,9 @@ One command, no download: weights are random, in the shapes of Qwen3-0.6B and Ll
     beams     steps of 4 beams beside greedy ones with as many rows
     peer      transformers' continuous batching on the same work
 
-Each part runs in a process of its own, once for each model, and each family of checks as well. Each row is kept as it
-appears; SIGTERM ends the process of that moment as well, and leaves what there is. A part fails where its engine did
-not record its steps, overlap its kernels or use its own attention.
+Each model's parts run in a process of their own, and each family of checks as well, these side by side. Each row is
+kept as it appears; SIGTERM ends the processes of that moment, too, and leaves what there is. A part fails where its
+engine did not record its steps, overlap its kernels or use its own attention.
 
     python benchmarks/gpu.py --goals
     python benchmarks/gpu.py --plan                   # what it would do, and the memory that takes
@@ -39,7 +39,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class Run:
         self.engines: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.failures: dict[str, str] = {}
-        if options.rates is not None:
-            self.rates = floors.Rates(*options.rates)
+        self.rates = None if options.rates is None else floors.Rates(*options.rates)
+        if self.rates is not None or not self.sizes.parts:  # only engines' parts have floors
             return
         self.rates = timing.measure_rates(self.device, copied=self.sizes.copied, product=self.sizes.product)
         print(
@@ -222,7 +222,7 @@ class Run:
         return judged(
             {
                 "machine": self.machine,
-                "rates": {"bandwidth": self.rates.bandwidth, "products": self.rates.products},
+                "rates": {} if self.rates is None else asdict(self.rates),
                 "engines": self.engines,
                 "parts": self.parts,
                 "seconds": self.seconds,
@@ -397,9 +397,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--together", action="store_true", help="all parts in this process, as in dry runs on a CPU")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rates", nargs=2, type=float, help=argparse.SUPPRESS)  # measured by the process before
-    parser.add_argument("--part-timeout", type=float, default=240.0, help="seconds of each part (default: 240)")
+    parser.add_argument("--part-timeout", type=float, default=90.0, help="seconds of each part (default: 90)")
     parser.add_argument(
-        "--within", type=float, default=540.0, help="seconds of all parts together (default: 540), if in processes"
+        "--within", type=float, default=300.0, help="seconds of all parts together (default: 300), if in processes"
     )
     parser.add_argument("--goals", action="store_true", help="print the goals and how near they are")
     parser.add_argument(

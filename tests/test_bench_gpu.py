@@ -386,7 +386,7 @@ def test_each_part_has_a_process_and_what_came_is_merged(tmp_path: Path) -> None
     assert [row["rows"] for row in result["parts"]["decode"][QWEN]] == [2]
     assert set(result["seconds"]) == {"kernels", "sampler", f"engine {QWEN}", f"decode {QWEN}"}
     assert result["machine"]["torch"] == torch.__version__
-    assert done.stdout.count("a copy reads and writes") == 1, "rates are measured once"
+    assert done.stdout.count("TB/s, a product of") == 1, "rates are measured once"
 
 
 def test_what_would_be_done_is_told_without_a_gpu() -> None:
@@ -394,10 +394,10 @@ def test_what_would_be_done_is_told_without_a_gpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^kernels attention +160 s at most$", done.stdout, re.MULTILINE)
-    assert re.search(r"^beams Llama-3.1-8B +320 s at most$", done.stdout, re.MULTILINE)
+    assert re.search(r"^engine Llama-3.1-8B +300 s at most$", done.stdout, re.MULTILINE)
     assert f"{LLAMA}: weights 15.0 GB; pages 47.2 GB at most:" in done.stdout
     assert re.search(r"^  prefill +2048 tokens 1.3 GB, .*, 16384 tokens 3.2 GB$", done.stdout, re.MULTILINE)
-    assert re.search(r"^all together +540 s at most$", done.stdout, re.MULTILINE)
+    assert re.search(r"^all together +300 s at most$", done.stdout, re.MULTILINE)
     assert QWEN not in done.stdout
 
 
@@ -546,7 +546,7 @@ def test_sigterm_ends_the_process_of_that_moment_and_leaves_what_it_kept(tmp_pat
         f"with open(sys.argv[-1], 'w') as stream: json.dump({found}, stream)\ntime.sleep(300)\n"
     )
     child.chmod(0o755)
-    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--checks", "layers", "row"]
+    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "sampler", "--checks", "layers"]
     code = (
         f"import sys\nsys.path.append({str(BENCHMARKS)!r})\nimport gpu\nsys.executable = {str(child)!r}\n"
         f"sys.exit(gpu.main({[*arguments, '--output', str(output)]}))\n"
@@ -568,7 +568,7 @@ def test_sigterm_ends_the_process_of_that_moment_and_leaves_what_it_kept(tmp_pat
     assert gone(kept["machine"]["process"])
     result = json.loads(output.read_text())
     assert result["parts"] == kept["parts"]
-    assert result["failures"] == {"kernels layers": jobs.STOPPED, "kernels row": f"not begun: {jobs.STOPPED}"}
+    assert result["failures"] == {"kernels layers": jobs.STOPPED, "sampler": f"not begun: {jobs.STOPPED}"}
     assert "FAILED: kernels layers: ended, as the whole run was told to by SIGTERM" in told
 
 
@@ -599,13 +599,32 @@ def test_the_first_start_of_a_model_counts() -> None:
     assert floors._start(whole["parts"]) == 19.0
 
 
-def test_what_says_most_comes_first() -> None:
-    labels = [job.label for job in jobs.plan(gpu.PARTS, gpu.MODELS, gpu.CHECKS, gpu._OF_AN_ENGINE, 60.0)]
-    assert labels[: len(gpu.CHECKS)] == [f"kernels {name}" for name in gpu.CHECKS]
-    assert labels[len(gpu.CHECKS) :][:5] == [
-        "sampler",
-        *(f"{part} {model}" for part in ("decode", "gap") for model in (QWEN, LLAMA)),
-    ]
+def test_a_model_starts_once_and_checks_come_first() -> None:
+    made = jobs.plan(gpu.PARTS, gpu.MODELS, gpu.CHECKS, gpu._OF_AN_ENGINE, 60.0)
+    checks = [f"kernels {name}" for name in gpu.CHECKS]
+    assert [job.label for job in made] == [*checks, "sampler", f"engine {QWEN}", f"engine {LLAMA}"]
+    assert [job.label for job in made if job.beside] == checks
+    assert made[-1].arguments == ("--parts", *gpu._OF_AN_ENGINE, "--models", LLAMA)
+
+
+MEETS = """
+import json, os, sys, time
+part, output = sys.argv[2], sys.argv[-1]
+folder = os.path.dirname(output)
+open(os.path.join(folder, part), "w").close()
+while part != "alone" and not all(os.path.exists(os.path.join(folder, one)) for one in ("first", "second")):
+    time.sleep(0.02)
+met = os.path.exists(os.path.join(folder, "alone"))
+json.dump({"parts": {"kernels": [part, met]}, "machine": {"gpu": part}}, open(output, "w"))
+"""
+
+
+def test_processes_side_by_side_wait_for_each_other(tmp_path: Path) -> None:
+    """Two that end only when both run; what comes after them begins when both have ended."""
+    made = [jobs.Job(name, ("--parts", name), 60.0, beside=name != "alone") for name in ("first", "second", "alone")]
+    whole = jobs.run_all(made, [sys.executable, "-c", MEETS], tmp_path, lambda _: None)
+    assert whole["failures"] == {}
+    assert whole["parts"]["kernels"] == ["first", False, "second", False, "alone", True]
 
 
 def test_rows_are_kept_as_they_appear() -> None:

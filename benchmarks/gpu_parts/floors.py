@@ -16,7 +16,7 @@ class Rates:
     """What a machine was measured to do.
 
     Attributes:
-        bandwidth: bytes a second that a large copy reads and writes.
+        bandwidth: bytes a second that are read.
         products: floating-point operations a second of a large matrix product.
     """
 

@@ -1,4 +1,7 @@
-"""Each part in a process of its own: an illegal access spoils a device for its process, and no part for another."""
+"""Parts in processes of their own: an illegal access spoils a device for its process, and no part for another.
+
+All parts of a model share a process, since a start takes longer than most of them. Families of checks run side by side:
+whether a kernel is right does not depend on an idle device."""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +34,19 @@ class Job:
         label: of its failure, if it has one.
         arguments: of the benchmark.
         limit: seconds after which it is killed; its parts have lower ones of their own.
+        beside: it runs at the same time as its neighbours that say so, too.
     """
 
     label: str
     arguments: tuple[str, ...]
     limit: float
+    beside: bool = False
 
 
 def plan(
     parts: Sequence[str], models: Sequence[str], checks: Sequence[str], of_an_engine: Sequence[str], limit: float
 ) -> list[Job]:
-    """The processes of these parts: one for each family of checks, and one for each part of each model; what says most
-    first.
+    """The processes of these parts: one for each family of checks, one for the sampler, one for each model.
 
     Args:
         of_an_engine: the parts that need one.
@@ -47,12 +54,12 @@ def plan(
     """
     made = []
     if "kernels" in parts:
-        made += [Job(f"kernels {name}", ("--parts", "kernels", "--checks", name), limit) for name in checks]
+        made += [Job(f"kernels {name}", ("--parts", "kernels", "--checks", name), limit, True) for name in checks]
     if "sampler" in parts:
         made.append(Job("sampler", ("--parts", "sampler"), limit))
-    for part in of_an_engine:
-        if part in parts:  # as long again to load the model
-            made += [Job(f"{part} {model}", ("--parts", part, "--models", model), 2 * limit) for model in models]
+    if wanted := [part for part in of_an_engine if part in parts]:
+        most = (1 + len(wanted)) * limit  # as long as a part again to load the model
+        made += [Job(f"engine {model}", ("--parts", *wanted, "--models", model), most) for model in models]
     return made
 
 
@@ -151,7 +158,7 @@ def run_all(
     within: float = math.inf,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """The merged result of all jobs, each after the other; `keep` is given what there is as soon as it appears.
+    """The merged result of all jobs; `keep` is given what there is as soon as it appears.
 
     Args:
         within: seconds of all together; what has not ended by then is killed, and the rest is not begun.
@@ -159,26 +166,43 @@ def run_all(
     """
     end = time.monotonic() + within
     whole: dict[str, Any] = {"machine": {}, "rates": {}, "engines": {}, "parts": {}, "seconds": {}, "failures": {}}
+    running: dict[int, dict[str, Any]] = {}
+    lock = threading.Lock()
 
-    def seen(found: dict[str, Any]) -> None:
-        so_far = copy.deepcopy(whole)  # merged anew each time, and for good when the process has ended
-        merge(so_far, found)
-        keep(so_far)
+    def so_far() -> dict[str, Any]:
+        merged = copy.deepcopy(whole)  # merged anew each time, and for good when the processes have ended
+        for number in sorted(running):
+            merge(merged, running[number])
+        return merged
 
-    for number, job in enumerate(jobs):
+    def carry_out(number: int, job: Job) -> tuple[dict[str, Any], str | None]:
         rates = whole["rates"]
         known = ["--rates", *map(str, (rates["bandwidth"], rates["products"]))] if rates else []
         limit = min(job.limit, end - time.monotonic())
-        found: dict[str, Any] = {}
+
+        def seen(found: dict[str, Any]) -> None:
+            with lock:
+                running[number] = found
+                keep(so_far())
+
         if stopped():
-            ending: str | None = f"not begun: {STOPPED}"
-        elif limit > 0:
-            found, ending = run(job, limit, [*command, *known], folder / f"{number}.json", seen, stopped)
+            return {}, f"not begun: {STOPPED}"
+        if limit <= 0:
+            return {}, f"not begun: the {within:.0f} s of all parts are over"
+        return run(job, limit, [*command, *known], folder / f"{number}.json", seen, stopped)
+
+    for (beside, _), group in groupby(enumerate(jobs), lambda one: (one[1].beside, one[1].beside or one[0])):
+        members = list(group)
+        if beside:
+            with ThreadPoolExecutor(len(members)) as pool:
+                ended = list(pool.map(lambda one: carry_out(*one), members))
         else:
-            ending = f"not begun: the {within:.0f} s of all parts are over"
-        merge(whole, found)
-        if ending is not None:
-            whole["failures"][job.label] = ending
-            print(f"{job.label} FAILED: {ending}", file=sys.stderr, flush=True)
+            ended = [carry_out(*one) for one in members]
+        running.clear()
+        for (_, job), (found, ending) in zip(members, ended, strict=True):
+            merge(whole, found)
+            if ending is not None:
+                whole["failures"][job.label] = ending
+                print(f"{job.label} FAILED: {ending}", file=sys.stderr, flush=True)
         keep(whole)
     return whole
