@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 1  # of the encoder-decoder models
 SPECIAL = ("<unk>", "<s>", "</s>")
-_ROWS = 4096  # of a matrix, written at a time
+_ROWS = 4096  # that matrices are made of
 LETTERS = "etaoinsr"  # enough of them for any vocabulary, few enough for words that look like words
 
 
@@ -102,7 +102,11 @@ def make_llama(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def _write_random(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A safetensors file of bfloat16: ones for norms, normal numbers with a deviation of inputs**-0.5 for matrices."""
+    """A safetensors file of bfloat16: ones for norms, normal numbers with a deviation of inputs**-0.5 for matrices.
+
+    To draw 8 billion numbers takes minutes, so matrices are made of a few thousand random rows, each time in another
+    order.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
@@ -111,15 +115,18 @@ def _write_random(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         at += size
     text = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(0)
+    rows: dict[int, torch.Tensor] = {}
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for shape in shapes.values():
+            if len(shape) == 1:
+                out.write(torch.ones(shape, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
+                continue
+            if shape[1] not in rows:
+                rows[shape[1]] = torch.randn(_ROWS, shape[1], generator=generator).mul_(shape[1] ** -0.5).bfloat16()
             for first in range(0, shape[0], _ROWS):
-                part = (min(_ROWS, shape[0] - first), *shape[1:])
-                made = torch.ones(part)
-                if len(shape) > 1:
-                    made = torch.randn(part, generator=generator).mul_(shape[1] ** -0.5)
-                out.write(made.bfloat16().view(torch.uint8).numpy().data)
+                order = torch.randperm(_ROWS, generator=generator)[: shape[0] - first]
+                out.write(rows[shape[1]][order].view(torch.uint8).numpy().data)
 
 
 def tokenizer(vocab_size: int) -> Any:
