@@ -130,7 +130,11 @@ def _interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _gguf_name(name: str) -> str:
-    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    outer = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in outer:
         return outer[name]
     _, _, layer, *part = name.removesuffix(".weight").split(".")
