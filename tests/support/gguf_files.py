@@ -95,14 +95,14 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
             continue
         pieces = []
         for ending, piece in _pieces(name, tensor):
-            lies = _changed(kind.there, config, name, piece).contiguous()
+            lies = changed(kind.there, config, name, piece).contiguous()
             format = gguf.GGMLQuantizationType[formats[number % len(formats)] if lies.dim() > 1 else "F32"]
             if lies.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
                 format = gguf.GGMLQuantizationType.F16
             data = gguf.quantize(lies.numpy(), format)
-            writer.add_tensor(_name(names, name, ending), data, raw_dtype=format)
+            writer.add_tensor(tensor_name(names, name, ending), data, raw_dtype=format)
             read = torch.from_numpy(np.array(gguf.dequantize(data, format))).view(lies.shape)
-            pieces.append(_changed(kind.back, config, name, read))
+            pieces.append(changed(kind.back, config, name, read))
         held[name] = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -131,14 +131,14 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "", tensor
 
 
-def _changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
+def changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
     for part, change in changes.items():
         if part in name:
             return change(config, tensor)
     return tensor
 
 
-def _name(names: Any, name: str, ending: str) -> str:
+def tensor_name(names: Any, name: str, ending: str) -> str:
     layer = next((part for part in name.split(".") if part.isdigit()), None)
     if ending:
         return f"blk.{layer}.{ending}.weight"
