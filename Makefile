@@ -17,7 +17,7 @@ test:
 test-all:
 	@$(PYTHON) tools/setup.py test-all $(ARGS)
 
-# Downloads a real model, 84 MB, for the tests that need one.
+# Downloads real models, 420 MB, for the tests that need them.
 test-real:
 	@$(PYTHON) tools/setup.py test-real $(ARGS)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine import EngineConfig, EngineInfo
 from engine.host.logs import adopt_libraries
 from engine.pooled import check_sides
-from engine.text.processor import Tokenizer, load_tokenizer
+from engine.text.processor import Tokenizer, check_vocabulary, load_tokenizer
 from server.config.settings import DEMOS
 
 # What clients call a bundled model, and what the log says of it.
@@ -37,6 +37,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
     source = info.model_path if own else config.tokenizer
     revision = config.revision if own else None
     tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
+    check_vocabulary(info, tokenizer)
     check_sides(info, tokenizer)
     adopt_libraries()
     if tokenizer is not None:

@@ -1,5 +1,5 @@
-"""Gemma 2, Gemma 3 and OLMo 2 and 3, which differ in where their norms stand: what published configs are made of, and
-what is refused."""
+"""Gemma 2, Gemma 3, OLMo 2 and 3, Command R+ and StableLM 2, which differ in where their norms stand: what published
+configs are made of, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from engine.model.positions import LinearScaling, Rotary, YarnScaling
 from engine.model.spec import (
     AfterSublayer,
     Attention,
+    EachHead,
     Gated,
     Lm,
     ModelSpec,
+    Parallel,
     PerHead,
     Sandwich,
     Stack,
@@ -166,6 +168,28 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 def test_refusals(config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read(tmp_path, config, **changes)
+
+
+COMMAND_R_PLUS: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_size": 12288, "intermediate_size": 33792,
+    "num_hidden_layers": 64, "num_attention_heads": 96, "num_key_value_heads": 8, "vocab_size": 256000,
+    "layer_norm_eps": 1e-5, "logit_scale": 0.833, "max_position_embeddings": 8192, "rope_theta": 75000000.0,
+    "hidden_act": "silu", "attention_bias": False, "use_qk_norm": True, "tie_word_embeddings": True,
+}  # fmt: skip
+STABLELM_2_12B: dict[str, Any] = {
+    "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "hidden_size": 5120, "intermediate_size": 13824,
+    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100352,
+    "layer_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "rope_theta": 10000,
+    "hidden_act": "silu", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "switch"), [(COMMAND_R_PLUS, "use_qk_norm"), (STABLELM_2_12B, "qk_layernorm")])
+def test_norms_of_each_head_as_published(config: dict[str, Any], switch: str, tmp_path: Path) -> None:
+    for norm, settings in ((EachHead(Norm("layer", 1e-5)), config), (None, config | {switch: False})):
+        blocks = decoder(read(tmp_path, settings)).blocks
+        assert {block.attention.qk_norm for block in blocks} == {norm}
+        assert isinstance(blocks[0].placement, Parallel)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2-grouped-biases-tied", "olmo3-yarn-biases-tied"])

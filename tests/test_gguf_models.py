@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "architecture": (
         lambda w: put(w, "general.architecture", "mamba"),
-        r"mamba, which is not read.*Read are g",
+        r"mamba, which is not read.*Read are command-r, g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
     "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), .* and no model\."),

@@ -46,18 +46,34 @@ def parts(draw: st.DrawFn) -> tuple[Rotary | None, int]:
 
 
 @st.composite
-def head_norms(draw: st.DrawFn, head_dim: int, dtype: torch.dtype, device: torch.device) -> HeadNorms:
-    """RMSNorms of all kinds and LayerNorms, whose weights differ for queries and keys."""
-    weights: list[Tensor | None] = [numbers(n, head_dim, dtype=dtype).to(device) for n in (3, 4)]
+def head_norms(
+    draw: st.DrawFn, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> HeadNorms:
+    """RMSNorms of all kinds and LayerNorms, whose weights differ for queries and keys, or for each head."""
+    own = draw(st.booleans())
+    sizes = [count * head_dim if own else head_dim for count in (heads, kv_heads)]
+    weights: list[Tensor | None] = [numbers(3 + n, size, dtype=dtype).to(device) for n, size in enumerate(sizes)]
     if not draw(st.booleans()):
         rms = norms.Norm(None, 1e-5, unit_offset=draw(st.booleans()), in_float32=draw(st.booleans()))
-        return HeadNorms(*(rms._replace(weight=weight) for weight in weights))
+        return HeadNorms(*(rms._replace(weight=weight) for weight in weights), own)
     biases: list[Tensor | None] = [None, None]
     if draw(st.booleans()):
-        biases = [numbers(n, head_dim, dtype=dtype).to(device) for n in (5, 6)]
+        biases = [numbers(5 + n, size, dtype=dtype).to(device) for n, size in enumerate(sizes)]
     return HeadNorms(
-        *(norms.Norm(weight, 1e-5, centred=True, bias=bias) for weight, bias in zip(weights, biases, strict=True))
+        *(norms.Norm(weight, 1e-5, centred=True, bias=bias) for weight, bias in zip(weights, biases, strict=True)), own
     )
+
+
+def normed(x: Tensor, how: norms.Norm, own: bool) -> Tensor:
+    """The norm of heads [T, n, head_dim], whose weights are [n * head_dim] where they are each head's own."""
+    if not own:
+        return by_torch(x, how)
+
+    def of(part: Tensor | None, head: int) -> Tensor | None:
+        return None if part is None else part.view(x.shape[1], -1)[head]
+
+    each = [how._replace(weight=of(how.weight, head), bias=of(how.bias, head)) for head in range(x.shape[1])]
+    return torch.stack([by_torch(x[:, head], one) for head, one in enumerate(each)], dim=1)
 
 
 def make_pages(kv_heads: int, head_dim: int, dtype: torch.dtype, centred: bool, device: torch.device) -> Paged:
@@ -139,7 +155,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
     part, head_dim = part_and_size
     stored = max(tokens - 2, 1)
     with kernels() as device:
-        how = data.draw(st.one_of(st.none(), st.none(), head_norms(head_dim, dtype, device)))
+        how = data.draw(st.one_of(st.none(), st.none(), head_norms(heads, kv_heads, head_dim, dtype, device)))
         projected = numbers(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).to(device)
         if extreme and how is None:
             projected[0] *= 1e30
@@ -150,7 +166,8 @@ def test_queries_are_turned_and_keys_and_values_stored(
         clipped = projected if clip is None else projected.clamp(-clip, clip)
         wanted, wanted_values = clipped.tensor_split((heads + kv_heads,), dim=1)
         if how is not None:
-            wanted = torch.cat((by_torch(wanted[:, :heads], how.queries), by_torch(wanted[:, heads:], how.keys)), dim=1)
+            sides = ((wanted[:, :heads], how.queries), (wanted[:, heads:], how.keys))
+            wanted = torch.cat([normed(x, norm, how.own) for x, norm in sides], dim=1)
         generator = torch.Generator().manual_seed(seed)
         # Positions are those of a token each of as many rows, whose tables name each page once.
         positions = torch.randint(0, BLOCK, (tokens,), generator=generator).to(device)

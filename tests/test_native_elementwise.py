@@ -125,6 +125,9 @@ def test_norms_of_heads_that_lie_among_others(isa: str) -> None:
         for part in (heads[:, :4], heads[:, 4:6], heads.transpose(0, 1), heads[:, :, ::2]):
             own = weight[: part.shape[-1]]
             assert_near(norms.rms_norm(part, own, 1e-5), plain_rms(part, own, 1e-5, False, False))
+            each = numbers(2, 2, part.shape[1], part.shape[2])  # weights and biases of each head's own
+            found = norms.layer_norm(part, *each.flatten(1), 1e-5, weights=part.shape[1])
+            assert_near(found, F.layer_norm(part, part.shape[2:]) * each[0] + each[1])
         assert_near(norms.layer_norm(heads[0, 0], weight, None, 1e-5), F.layer_norm(heads[0, 0], (24,), weight))
 
 

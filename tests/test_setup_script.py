@@ -259,7 +259,11 @@ class TestClients:
         assert self.install(tmp_path, monkeypatch) == ["old"]
 
     def test_the_clients_are_pinned_with_all_they_need(self) -> None:
-        for pins in [*(ROOT / setup.CLIENTS).glob("*.txt"), *(ROOT / setup.SCALE).glob("*.txt")]:
+        for pins in [
+            *(ROOT / setup.CLIENTS).glob("*.txt"),
+            *(ROOT / setup.SCALE).glob("*.txt"),
+            *(ROOT / setup.REAL).glob("*.txt"),
+        ]:
             lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
             assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9.]+(b[0-9]+)?", line) for line in lines), pins
 

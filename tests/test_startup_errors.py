@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import Checkpoint
 from support.driving import make_engine
+from tokenizers import Tokenizer as Fast
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from engine import ConfigError, ModelLoadError
+from engine import LLM, ConfigError, InvalidRequestError, ModelLoadError, SamplingParams
 from engine.execution import kv_cache, loading
 from engine.model import weight_files
 
@@ -98,6 +101,29 @@ def test_files_that_may_not_be_read(folder: Path) -> None:
         for line, model, name in zip(lines, models, names, strict=True):
             assert "ermission denied" in line
             assert str(model / name) in line
+
+
+def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One with more tokens than the vocabulary is refused; added tokens beyond it are named, and refused in texts."""
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for plain in (size + 1, size):
+        words = Fast(models.WordLevel({f"w{i}": i for i in range(plain)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        words.add_special_tokens(["<image>"])
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / str(plain))
+    settings = {"device": "cpu", "num_gpu_blocks_override": 8, "show_progress": False}
+    with pytest.raises(ModelLoadError, match=rf"has {size + 1} tokens, but the model's vocabulary has {size}.*--token"):
+        LLM(str(folder), tokenizer=str(tmp_path / str(size + 1)), **settings)
+    llm = LLM(str(folder), tokenizer=str(tmp_path / str(size)), **settings)
+    assert (
+        f"1 added tokens beyond the model's vocabulary, whose ids are 0 to {size - 1}: '<image>' ({size})"
+        in caplog.text
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=1)
+    assert llm.generate("w1 w2", greedy)[0].prompt_token_ids == [1, 2]
+    with pytest.raises(InvalidRequestError, match=f"token id {size}, but the vocabulary has ids 0 to {size - 1}"):
+        llm.generate("w1 <image>", greedy)
+    llm.close()
 
 
 def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

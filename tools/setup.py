@@ -4,7 +4,7 @@
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all but the slow tests
     python3 tools/setup.py test-all         set up with Ray (500 MB), then run all tests; ten failures end it
-    python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
+    python3 tools/setup.py test-real        set up with real models (420 MB), then run the tests that need them
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
     python3 tools/setup.py lint             set up, then run ruff and mypy
@@ -63,13 +63,14 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "octavo-setup.json"
 CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
 SCALE = Path("tests") / "scale"  # Ray, which only its tests see
+REAL = Path("tests") / "real"  # published models, likewise
 # On several cores; a file's tests stay together: they share what is costly to make.
 ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # What `pytest` is told where no ARGS are given.
 TESTS: dict[str, tuple[str, ...]] = {
     "test": (*ALL_TESTS, "-m", "not slow"),
     "test-all": (*ALL_TESTS, "-m", "not exhaustive", "--maxfail", "10"),
-    "test-real": ("tests/test_real_embeddings.py",),
+    "test-real": ("tests/test_real_embeddings.py", "tests/test_real_gguf.py"),
     "test-examples": ("tests/test_examples.py",),
     "test-browser": ("tests/test_browser.py",),
 }
@@ -360,9 +361,9 @@ def main(arguments: Sequence[str]) -> int:
         set_up(command)
         if command == "test-browser":
             install_browser_packages(ROOT)
-        if command == "test-all":
+        if beside := {"test-all": SCALE, "test-real": REAL}.get(command):
             with only_one() as lock:
-                install_clients(ROOT, VENV, lock, SCALE)
+                install_clients(ROOT, VENV, lock, beside)
         if command == "serve":
             become([str(program("octavo")), "serve", *extra])
         if command in TESTS:

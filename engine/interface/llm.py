@@ -23,7 +23,7 @@ from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.pooled import check_sides
-from engine.text.processor import OutputProcessor, load_tokenizer
+from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
 Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
@@ -51,6 +51,7 @@ class LLM(PoolingMethods):
                 hf_token=config.hf_token,
                 lower_case=engine.info.lower_case,
             )
+        check_vocabulary(engine.info, tokenizer)
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
 

@@ -100,17 +100,19 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool,
     return norms.rms_norm(x, weight, eps, unit_offset=unit_offset, in_float32=in_float32)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
-    """LayerNorm of the last dimension; None where torch is to compute it."""
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int = 1) -> Tensor | None:
+    """LayerNorm of the last dimension, for which `rows` rows have weights of their own; None where torch is to compute
+    it."""
     if any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
         return None
     if take_on_gpu(x):
         from engine.backends.triton import norms as on_gpu
 
-        return on_gpu.norm(x, on_gpu.Norm(weight, eps, centred=True, bias=bias)) if on_gpu.serves(x) else None
+        served = rows == 1 and on_gpu.serves(x)
+        return on_gpu.norm(x, on_gpu.Norm(weight, eps, centred=True, bias=bias)) if served else None
     if not take(x):
         return None
-    return norms.layer_norm(x, weight, bias, eps)
+    return norms.layer_norm(x, weight, bias, eps, rows)
 
 
 def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, form: RowForm) -> Tensor | None:

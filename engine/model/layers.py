@@ -136,8 +136,12 @@ class QkNorm(nn.Module):
         self.split = (part.heads,)
         self.whole = isinstance(norm, spec.WholeProjection)
         self.after_rotation = isinstance(norm, spec.AfterRotation)
-        sizes = [n * part.head_dim if self.whole else part.head_dim for n in (part.heads, part.kv_heads)]
-        self.queries, self.keys = (build_norm(norm.norm, size, place) for size in sizes)
+        self.own = isinstance(norm, spec.EachHead)
+        counts = (part.heads, part.kv_heads)
+        sizes = [n * part.head_dim if self.whole else part.head_dim for n in counts]
+        self.queries, self.keys = (
+            build_norm(norm.norm, size, place, rows=n if self.own else 1) for n, size in zip(counts, sizes, strict=True)
+        )
 
     def forward(self, heads: Tensor) -> Tensor:
         """[T, heads + kv_heads, head_dim], queries first, to the same."""

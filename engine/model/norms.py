@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.errors import UnsupportedModelError
 from engine.model import kernels
 from engine.model.normalisation import Norm
 from engine.model.place import Place
@@ -44,18 +45,32 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with or without a weight and a bias."""
+    """Layer norm with or without a weight and a bias.
 
-    def __init__(self, part: Norm, size: int, place: Place):
+    Args:
+        rows: so many rows of x [..., rows, size] have weights and biases of their own, one after the other.
+    """
+
+    def __init__(self, part: Norm, size: int, place: Place, rows: int = 1):
         super().__init__()
-        self.weight = place.parameter(size) if part.weight else None
-        self.bias = place.parameter(size) if part.bias else None
+        self.weight = place.parameter(rows * size) if part.weight else None
+        self.bias = place.parameter(rows * size) if part.bias else None
         self.shape = (size,)
+        self.rows = rows
         self.eps = part.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.layer_norm(x, self.weight, self.bias, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps) if normed is None else normed
+        normed = kernels.layer_norm(x, self.weight, self.bias, self.eps, self.rows)
+        if normed is not None:
+            return normed
+        if self.rows == 1:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        normed = F.layer_norm(x.float(), self.shape, None, None, self.eps)
+        if self.weight is not None:
+            normed = normed * self.weight.float().view(self.rows, -1)
+        if self.bias is not None:
+            normed = normed + self.bias.float().view(self.rows, -1)
+        return normed.to(x.dtype)
 
 
 class AffineNorm(nn.Module):
@@ -70,14 +85,18 @@ class AffineNorm(nn.Module):
         return x * self.weight + self.bias
 
 
-def build_norm(part: Norm | None, size: int, place: Place) -> nn.Module | None:
-    """The module of a norm over `size` features, or None for none."""
+def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.Module | None:
+    """The module of a norm over `size` features, or None for none; of `rows` see `LayerNorm`."""
     if part is None:
         return None
+    if rows > 1 and part.kind != "layer":
+        raise UnsupportedModelError(
+            f"each head may have weights of its own in a layer norm, not in one of {part.kind}."
+        )
     match part.kind:
         case "rms":
             return RmsNorm(part, size, place)
         case "layer":
-            return LayerNorm(part, size, place)
+            return LayerNorm(part, size, place, rows)
         case "affine":
             return AffineNorm(size, place)

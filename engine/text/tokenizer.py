@@ -70,6 +70,7 @@ class Tokenizer:
         truncation_side: where tokens are left out of what is too long.
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
+        plain_size: number of ids without added tokens; 0 for a slow tokenizer, which does not tell them apart.
         languages: those that it knows.
         encode_long: texts of more than so many characters are encoded by that function, given the text and whether
             special tokens are added; None: all are encoded here. It is for tokenizers that can be saved.
@@ -116,6 +117,7 @@ class Tokenizer:
         # The two sides of Marian's and FSMT's may have a vocabulary each.
         other = (len(getattr(hf, "target_encoder", ())), getattr(hf, "tgt_vocab_size", 0))
         self.vocab_size: int = max(len(hf), *other)
+        self.plain_size: int = 0 if self._fast is None else self._fast.get_vocab_size(with_added_tokens=False)
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
         special |= getattr(hf, "lang_token_to_id", {})
         self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
@@ -133,6 +135,11 @@ class Tokenizer:
     def is_fast(self) -> bool:
         """It is the tokenizers library's, and can be saved."""
         return self._fast is not None
+
+    def added_beyond(self, size: int) -> dict[int, str]:
+        """Added tokens whose ids are not below `size`, as texts write them."""
+        added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
+        return {token: added[token].content for token in sorted(added) if token >= size}
 
     def save(self, path: Path) -> None:
         """Write what `encode` does, languages apart, as a tokenizer.json."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelLoadError
+from engine.interface.outputs import EngineInfo
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.tokenizer")
@@ -41,6 +42,7 @@ ELSEWISE = frozenset(
         "voxtral_realtime",
     }
 )  # fmt: skip
+_SHOWN = 5  # tokens that a message names
 # What a folder that stands for a GGUF file says where no tokenizer can be made of it (`engine.model.gguf.folder`).
 NO_TOKENIZER = "no_tokenizer.txt"
 # Files that say which tokenizer class to use and complete it.
@@ -81,6 +83,30 @@ def load_tokenizer(
             "(pip install sentencepiece), or tiktoken. To use the model with token ids alone, set "
             "--skip-tokenizer-init (skip_tokenizer_init of LLM)."
         ) from error
+
+
+def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    """Refuse a tokenizer that was made for a larger vocabulary than the model's, and warn of single tokens beyond it.
+
+    Raises:
+        ModelLoadError: the tokenizer has more tokens than the model, added ones not counted.
+    """
+    size = max(info.vocab_size, info.encoder_vocab_size or 0)
+    if tokenizer is None or not size:  # a model without a vocabulary reads no tokens
+        return
+    if tokenizer.plain_size > size:
+        raise ModelLoadError(
+            f"The tokenizer of {info.model} has {tokenizer.plain_size} tokens, but the model's vocabulary has {size}: "
+            "it belongs to another model. Name the model's own by --tokenizer (tokenizer of LLM), or set "
+            "--skip-tokenizer-init (skip_tokenizer_init of LLM) to work with token ids alone."
+        )
+    if beyond := tokenizer.added_beyond(size):
+        shown = ", ".join(f"{text!a} ({token})" for token, text in list(beyond.items())[:_SHOWN])
+        logger.warning(
+            "The tokenizer of %s has %d added tokens beyond the model's vocabulary, whose ids are 0 to %d: %s%s. A "
+            "text that holds one is refused.",
+            info.model, len(beyond), size - 1, shown, ", ..." * (len(beyond) > _SHOWN),
+        )  # fmt: skip
 
 
 def prepare_tokenizers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,26 +89,26 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name), config.num_hidden_layers
     )
     held: dict[str, Tensor] = {}
-    stored = model.state_dict()
+    stored = _stacked(model.state_dict())
     for number, (name, tensor) in enumerate(stored.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         pieces = []
         for ending, piece in _pieces(name, tensor):
-            lies = _changed(kind.there, config, name, piece).contiguous()
+            lies = changed(kind.there, config, name, piece).contiguous()
             format = gguf.GGMLQuantizationType[formats[number % len(formats)] if lies.dim() > 1 else "F32"]
             if lies.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
                 format = gguf.GGMLQuantizationType.F16
             data = gguf.quantize(lies.numpy(), format)
-            writer.add_tensor(_name(names, name, ending), data, raw_dtype=format)
+            writer.add_tensor(tensor_name(names, name, ending), data, raw_dtype=format)
             read = torch.from_numpy(np.array(gguf.dequantize(data, format))).view(lies.shape)
-            pieces.append(_changed(kind.back, config, name, read))
+            pieces.append(changed(kind.back, config, name, read))
         held[name] = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    missing = model.load_state_dict(held, strict=False)
+    missing = model.load_state_dict(_unstacked(held, model.state_dict()), strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     assert not missing.unexpected_keys
     model.tie_weights()
@@ -121,6 +121,25 @@ def put(writer: Any, name: str, value: Any) -> None:
     adders.get(type(value), writer.add_array)(name, value)
 
 
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Norms that heads have of their own, as one matrix."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        stem, norms, _ = name.partition(".norms.")
+        found.setdefault(f"{stem}.weight" if norms else name, []).append(tensor)
+    return {name: torch.stack(rows) if len(rows) > 1 else rows[0] for name, rows in found.items()}
+
+
+def _unstacked(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """The opposite, for a model with tensors of these names."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        apart = name not in names and f"{stem}.norms.0.weight" in names
+        found |= {f"{stem}.norms.{head}.weight": row for head, row in enumerate(tensor)} if apart else {name: tensor}
+    return found
+
+
 def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Experts' gates and ups are stored apart."""
     if name.endswith("gate_up_proj"):
@@ -131,14 +150,14 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "", tensor
 
 
-def _changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
+def changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
     for part, change in changes.items():
         if part in name:
             return change(config, tensor)
     return tensor
 
 
-def _name(names: Any, name: str, ending: str) -> str:
+def tensor_name(names: Any, name: str, ending: str) -> str:
     layer = next((part for part in name.split(".") if part.isdigit()), None)
     if ending:
         return f"blk.{layer}.{ending}.weight"
@@ -252,6 +271,18 @@ def _phi_3(writer: Any, config: Any) -> None:
         writer.add_tensor("rope_factors_short.weight", np.array(settings["short_factor"], dtype=np.float32))
 
 
+def _command_r(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_rope_scaling_type(_scaling("none"))
+
+
+def _stablelm(writer: Any, config: Any) -> None:
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config.hidden_size // config.num_attention_heads))
+    writer.add_parallel_residual(True)  # whatever blocks are, as the converter has it
+
+
 def _gpt_2(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(4 * config.hidden_size)
 
@@ -298,6 +329,12 @@ KINDS: dict[str, Kind] = {
     "phi3-longrope": Kind("phi3", _shape("Phi3ForCausalLM", original_max_position_embeddings=32, rope_parameters={
         "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
         "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 3.5, 4.0]}), _phi_3),
+    "command-r": Kind("command-r", _shape("CohereForCausalLM", logit_scale=0.6), _command_r, transformers=False),
+    "command-r-plus": Kind("command-r", _shape("CohereForCausalLM", logit_scale=0.6, use_qk_norm=True), _command_r,
+                           transformers=False),
+    "stablelm": Kind("stablelm", _shape("StableLmForCausalLM", use_qkv_bias=True), _stablelm, transformers=False),
+    "stablelm-12b": Kind("stablelm", _shape("StableLmForCausalLM", use_parallel_residual=True, qk_layernorm=True),
+                         _stablelm, transformers=False),
     "gpt2": Kind("gpt2", FamilyShape("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}),
                  _gpt_2, _TURN, _TURN),
 }  # fmt: skip

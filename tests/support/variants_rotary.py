@@ -27,6 +27,7 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
         "INTERLEAVED": False,
         "ROUNDED": True,
         "NORM": 0,
+        "OWN": False,
         "CLIP": None,
         "WHERE": 2,
         "PAGE": 16,
@@ -58,7 +59,7 @@ VARIANTS = [
     _turn("half, clipped", (*_NO_NORM, *_PLAIN, "slots"), "*fp16", CLIP=8.0),
     _turn(
         "interleaved, layer norm, odd", (*_PLAIN, "tables"), QUERIES=5, KV_HEADS=1, HEAD_DIM=193, HALF=33, NORM=4,
-        INTERLEAVED=True, ROUNDED=False, WHERE=1, HEADS=4, HALF_BLOCK=64, REST_BLOCK=128,
+        OWN=True, INTERLEAVED=True, ROUNDED=False, WHERE=1, HEADS=4, HALF_BLOCK=64, REST_BLOCK=128,
     ),
     _turn("no rotation", (*_NO_NORM, *_PLAIN, "slots", "cos", "sin"), HALF=0, HALF_BLOCK=1, REST_BLOCK=128),
     _turn(

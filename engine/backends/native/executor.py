@@ -411,7 +411,7 @@ class NativeExecutor:
             case RmsNorm():
                 how = {"unit_offset": module.unit_offset, "in_float32": module.in_float32}
             case LayerNorm():
-                how = {"bias": module.bias, "centred": True}
+                how = {"bias": module.bias, "centred": True, "weights": module.rows}
             case _:
                 raise TypeError(f"{type(module).__name__} has no kernel")
         how |= {"residual": residual, "pieces": pieces, "barrier": barrier}

@@ -8,7 +8,7 @@ from engine.backends.native.arguments import empty_like, rows_of, same_shape, ve
 from engine.backends.native.loading import kernels
 
 _RMS = kernels("rms_norm", "ppp pp iiiii f i")
-_LAYER = kernels("layer_norm", "ppp ppp iiiii f")
+_LAYER = kernels("layer_norm", "ppp ppp iiiiii f")
 _ROUNDED, _EXACT, _OFFSET = range(3)
 
 
@@ -53,14 +53,15 @@ def _rms(
     return out, total
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weights: int = 1) -> Tensor:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension of x [..., size] (arXiv:1607.06450).
 
     Args:
         x: float32 or bfloat16; rows may lie apart.
-        weight, bias: [size] in x's format; None for ones, for zeros.
+        weight, bias: [weights * size] in x's format; None for ones, for zeros.
+        weights: row i has part i % weights of them.
     """
-    return _layer(x, None, weight, bias, eps)[0]
+    return _layer(x, None, weight, bias, eps, weights)[0]
 
 
 def add_layer_norm(
@@ -71,7 +72,7 @@ def add_layer_norm(
 
 
 def _layer(
-    x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, weights: int = 1
 ) -> tuple[Tensor, Tensor]:
     rows = rows_of(x)
     y = None if y is None else same_shape(y, x)
@@ -81,10 +82,11 @@ def _layer(
         rows.address,
         None if y is None else y.data_ptr(),
         total.data_ptr(),
-        vector_of(weight, rows.size, x.dtype),
-        vector_of(bias, rows.size, x.dtype),
+        vector_of(weight, weights * rows.size, x.dtype),
+        vector_of(bias, weights * rows.size, x.dtype),
         out.data_ptr(),
         *rows[2:],
+        weights,
         eps,
     )
     return out, total

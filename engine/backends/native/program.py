@@ -43,7 +43,7 @@ _Step = structure(
     "int spare | pointer times | int outside",
 )
 _Norm = structure(
-    "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
+    "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
 )
 _Product = structure("ProductWhat", "Place x y | pointer weight bias | int kind tile_rows outputs inputs")
 _Pages = structure("Pages", "pointer keys values key_scales value_scales centre | int format slots")
@@ -198,6 +198,7 @@ class Program:
         in_float32: bool = False,
         residual: Rows | None = None,
         pieces: int = 1,
+        weights: int = 1,
         barrier: bool = True,
     ) -> None:
         """out = norm of x, or of x + residual, which then becomes x.
@@ -205,6 +206,7 @@ class Program:
         Args:
             centred: LayerNorm, else RMSNorm; other arguments as in `engine.backends.native.norms`.
             pieces: a row is so many pieces, each normed for itself.
+            weights: so many pieces have weights and biases of their own in a LayerNorm.
             barrier: what comes next reads what this writes.
         """
         size = x.width // pieces
@@ -212,9 +214,10 @@ class Program:
             _NORM,
             _Norm(
                 x=_place(x), residual=_place(residual), sum=_place(x), out=_place(out),
-                weight=vector_of(weight, size, self.dtype), bias=vector_of(bias, size, self.dtype), eps=eps,
+                weight=vector_of(weight, weights * size, self.dtype),
+                bias=vector_of(bias, weights * size, self.dtype), eps=eps,
                 centred=centred, rounding=_OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
-                inner=pieces, size=size,
+                inner=pieces, size=size, weights=weights,
             ),
             weight, bias, barrier=barrier,
         )  # fmt: skip

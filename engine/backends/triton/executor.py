@@ -143,7 +143,7 @@ class _Fusing:
             queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
             if queries is None or keys is None:
                 return None
-            both = HeadNorms(queries, keys)
+            both = HeadNorms(queries, keys, operation.qk_norm.own)
             heads, whole = (None, both) if operation.qk_norm.whole else (both, None)
         return StoreHeads(operation, angles, heads, whole)
 

@@ -52,10 +52,15 @@ class Angles(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each query and each key over its features; of one kind, with one eps."""
+    """Norms of each query and each key over its features; of one kind, with one eps.
+
+    Attributes:
+        own: weights and biases are [heads * head_dim], each head's own.
+    """
 
     queries: Norm
     keys: Norm
+    own: bool = False
 
 
 @triton.jit
@@ -77,7 +82,7 @@ def rotate_kernel(
     key_pages, value_pages, key_scales, value_scales, centre,
     turning_stride, values_stride, length, stored, all_slots, table_stride, table_width, eps,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROUNDED: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROUNDED: tl.constexpr, NORM: tl.constexpr, OWN: tl.constexpr, CLIP: tl.constexpr,
     WHERE: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr,
     HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -123,12 +128,19 @@ def rotate_kernel(
     # norms are never written; all else may be what the kernel before writes.
     if NORM > 0:
         OFFSET: tl.constexpr = 1.0 if NORM == 3 else 0.0
-        factor_a = features_of(weight, first, paired, OFFSET)
-        factor_b = features_of(weight, second, paired, OFFSET)
-        factor_rest = features_of(weight, third, single, OFFSET)
-        shift_a = features_of(bias, first, paired, 0.0)
-        shift_b = features_of(bias, second, paired, 0.0)
-        shift_rest = features_of(bias, third, single, 0.0)
+        at = 0
+        in_pair = paired
+        in_rest = single
+        if OWN:
+            at = head * HEAD_DIM
+            in_pair = there & paired
+            in_rest = there & single
+        factor_a = features_of(weight, at + first, in_pair, OFFSET)
+        factor_b = features_of(weight, at + second, in_pair, OFFSET)
+        factor_rest = features_of(weight, at + third, in_rest, OFFSET)
+        shift_a = features_of(bias, at + first, in_pair, 0.0)
+        shift_b = features_of(bias, at + second, in_pair, 0.0)
+        shift_rest = features_of(bias, at + third, in_rest, 0.0)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -337,6 +349,7 @@ def _launch(
         INTERLEAVED=angles is not None and angles.interleaved,
         ROUNDED=angles is not None and not angles.in_float32 and turning.dtype != torch.float32,
         NORM=kind(how),
+        OWN=norms is not None and norms.own,
         CLIP=clip,
         WHERE=_TABLES if slots is None else _SLOTS,
         PAGE=page,

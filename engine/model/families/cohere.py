@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, decoder_table, layer_windows, plain_decoder, rotary
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Gated, Lm, ModelSpec, Parallel
+from engine.model.spec import Attention, EachHead, Gated, Lm, ModelSpec, Parallel
 from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
-    if getattr(config, "use_qk_norm", False):
-        raise UnsupportedModelError("use_qk_norm must be false: no part has norms with weights of their own per head.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     second = config.model_type == "cohere2"
+    norm = Norm("layer", config.layer_norm_eps)
     attentions = [
         Attention(
             heads=config.num_attention_heads,
@@ -25,12 +23,12 @@ def spec(config: Any) -> ModelSpec:
             scale=head_dim**-0.5,
             position=rotary(config, head_dim, interleaved=True, in_float32=True) if window or not second else None,
             window=window,
+            qk_norm=EachHead(norm) if getattr(config, "use_qk_norm", False) else None,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
         )
         for window in (layer_windows(config) if second else [None] * config.num_hidden_layers)
     ]
-    norm = Norm("layer", config.layer_norm_eps)
     return plain_decoder(
         config,
         attentions,

@@ -19,6 +19,7 @@ from engine.model.spec import (
     Clamped,
     Corrected,
     Dense,
+    EachHead,
     Experts,
     FeedForward,
     Gated,
@@ -31,7 +32,7 @@ from engine.model.spec import (
     Stack,
     Tokens,
 )
-from engine.model.table import Affine, Entry, Joined, Same, Stacked, Transform, Transposed, WeightTable
+from engine.model.table import Affine, Entry, Joined, Reshaped, Same, Stacked, Transform, Transposed, WeightTable
 
 # gelu_new, gelu_fast … are one function under several names: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -368,10 +369,27 @@ def projected_attention(target: str, source: str, part: Attention) -> list[Entry
         *qkv(f"{target}.qkv", names, part),
         *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, shard_axis=1),
     ]
-    if part.qk_norm is not None:
+    if isinstance(part.qk_norm, EachHead):
+        entries += head_norms(f"{target}.qk_norm", source, part, "{}_norm")
+    elif part.qk_norm is not None:
         kinds = {"bias": part.qk_norm.norm.bias, "weight": part.qk_norm.norm.weight}
         entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", **kinds)
         entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", **kinds)
+    return entries
+
+
+def head_norms(target: str, source: str, part: Attention, names: str, *, apart: bool = False) -> list[Entry]:
+    """Weights of norms that each head has of its own: in one matrix, or `apart` as a vector for each head.
+
+    Args:
+        names: of queries' and keys', with `{}` for q or k.
+    """
+    entries = []
+    for name, letter, heads in (("queries", "q", part.heads), ("keys", "k", part.kv_heads)):
+        stem = f"{source}.{names.format(letter)}"
+        stored = tuple(f"{stem}.norms.{head}.weight" for head in range(heads)) if apart else (f"{stem}.weight",)
+        shape = (part.head_dim,) if apart else (heads, part.head_dim)
+        entries.append(Entry(f"{target}.{name}.weight", stored, Reshaped((shape,) * len(stored)), shard_axis=0))
     return entries
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, head, norm, projected_block, rotary
+from engine.model.families.common import activation, head, head_norms, norm, projected_block, rotary
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Parallel, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, EachHead, Gated, Lm, ModelSpec, Parallel, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
-    if config.qk_layernorm:
-        raise UnsupportedModelError("qk_layernorm must be false: no part has norms with weights of their own per head.")
     head_dim = config.hidden_size // config.num_attention_heads
     norm = Norm("layer", config.layer_norm_eps, bias=True)
     block = Block(
@@ -25,6 +23,7 @@ def spec(config: Any) -> ModelSpec:
             scale=head_dim**-0.5,
             position=rotary(config, head_dim, partial=True),
             qkv_bias=config.use_qkv_bias,
+            qk_norm=EachHead(Norm("layer", config.layer_norm_eps)) if config.qk_layernorm else None,
         ),
         ffn=Gated(config.intermediate_size, activation(config.hidden_act)),
     )
@@ -50,7 +49,10 @@ def weights(model: ModelSpec) -> WeightTable:
         entries += norm(f"{target}.attention.before", f"{source}.input_layernorm", bias=True)
         if isinstance(block.placement, Pre):
             entries += norm(f"{target}.ffn.before", f"{source}.post_attention_layernorm", bias=True)
-        entries += projected_block(target, source, block.attention, block.ffn)
+        entries += projected_block(target, source, replace(block.attention, qk_norm=None), block.ffn)
+        if block.attention.qk_norm is not None:
+            inner = f"{target}.attention.inner.qk_norm"
+            entries += head_norms(inner, f"{source}.self_attn", block.attention, "{}_layernorm", apart=True)
     return WeightTable(
         tuple(entries),
         prefix="model.",

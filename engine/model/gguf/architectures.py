@@ -23,8 +23,8 @@ class Architecture:
 
     Attributes:
         config: of the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`; of experts that are stored together one for each, with
-            `{}` for its number.
+        layer: tensors of a layer, without `.weight` and `.bias`; of experts, or heads, that are stored together one for
+            each, with `{}` for its number.
         layers: what stands before a layer's number.
         outer: tensors beside the layers.
         arranged: of tensors, named as in `layer` or `outer`, that lie otherwise.
@@ -46,7 +46,7 @@ class Placed:
     """A tensor under transformers' name.
 
     Attributes:
-        expert: which of those that are stored together; None for all of the tensor.
+        expert: which of the experts, or heads, that are stored together; None for all of the tensor.
     """
 
     name: str
@@ -116,8 +116,11 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
         placed = Placed(f"{prefix}{name}.{ending}", info, AsStored() if make is None else make(config))
         if "{}" not in name:
             yield placed
-        elif len(info.shape) != 3:
-            raise ModelLoadError(f"{file.path}: {info.name} should hold a matrix for each expert. Download it again.")
+        elif len(info.shape) != (3 if name.startswith(("mlp.", "block_sparse_moe.")) else 2):
+            raise ModelLoadError(
+                f"{file.path}: {info.name} should hold a matrix for each expert, or a vector for each head. "
+                "Download it again."
+            )
         else:
             for expert in range(info.shape[0]):
                 yield replace(placed, name=placed.name.format(expert), expert=expert)
@@ -316,6 +319,33 @@ def _gpt_2(metadata: Metadata) -> Config:
     }
 
 
+def _command_r(metadata: Metadata) -> Config:
+    config = _plain(metadata, "cohere", "CohereForCausalLM", norm="layer")
+    return _whole_rotation(
+        metadata,
+        config
+        | {
+            "logit_scale": metadata.number("logit_scale", 1.0),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
+        },
+    )
+
+
+def _stablelm(metadata: Metadata) -> Config:
+    config = _plain(metadata, "stablelm", "StableLmForCausalLM", norm="layer")
+    # Converters write that blocks are parallel where a config does not say so: what there is of norms tells.
+    metadata.must_be("use_parallel_residual", True, False, otherwise="others are")
+    return _partial_rotation(
+        metadata,
+        config
+        | {
+            "use_parallel_residual": "blk.0.ffn_norm.weight" not in metadata.file.tensors,
+            "use_qkv_bias": config["attention_bias"],
+            "qk_layernorm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
+        },
+    )
+
+
 _PROJECTIONS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -364,6 +394,7 @@ def _above_one(*names: str) -> dict[str, Callable[[Config], Arrangement]]:
 _MIXTRAL = Architecture(_mixtral, _PROJECTIONS | _MIXTRAL_EXPERTS, arranged=_TURNED_NEIGHBOURS)
 _AFTER = ("post_attention_norm", "post_ffw_norm")
 _ARCHITECTURES: dict[str, Architecture] = {
+    "command-r": Architecture(_command_r, _PROJECTIONS | _HEAD_NORMS),
     "gemma": Architecture(_gemma, _PROJECTIONS, arranged=_above_one()),
     "gemma2": Architecture(_gemma_2, _SANDWICH, arranged=_above_one(*_AFTER)),
     "gemma3": Architecture(_gemma_3, _SANDWICH | _HEAD_NORMS, arranged=_above_one(*_AFTER, *_HEAD_NORMS)),
@@ -400,4 +431,12 @@ _ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(_qwen3, _PROJECTIONS | _HEAD_NORMS),
     "qwen3moe": Architecture(_qwen3_moe, _PROJECTIONS | _HEAD_NORMS | _EXPERTS),
+    "stablelm": Architecture(
+        _stablelm,
+        _PROJECTIONS
+        | {
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+        },
+    ),
 }

@@ -31,7 +31,7 @@ NO_TOKENIZER = "no_tokenizer.txt"
 """The file that says why there is no tokenizer."""
 SUFFIX = ".gguf"
 
-_FORMAT = 2
+_FORMAT = 3
 """Changes with what is written."""
 _UNFINISHED = ".octavo-writing-"
 _KEPT_SECONDS = 30 * 24 * 3600

@@ -36,12 +36,13 @@ _PATTERNS = {
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
     "megrez": _QWEN_2,
+    "stablelm2": _QWEN_2,
     "tekken": _cased("", r"\p{N}"),
     "gpt-4o": _GPT_4O,
     "llama4": _GPT_4O,
 }
 _GPT_2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
-_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact"})
+_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
 _WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 
 MERGES_LAST = _WHOLE

@@ -22,7 +22,12 @@ _ENDS = frozenset(
         "<｜end▁of▁sentence｜>", "<|return|>",
     }
 )  # fmt: skip
-"""Control tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it: most files name one end."""
+"""Tokens that end an answer wherever they are in a vocabulary, and are never cut, whatever kind the file gives them
+(llama.cpp): most files name one end."""
+_TAKES_BLANKS = ("phi-3", "phi3")
+"""Parts of names of models whose tokens take the blanks after them along, which files do not say (llama.cpp)."""
+_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Tokens that do not."""
 _TEXT_ROLES = ("bos", "eos", "unk", "pad")
 _SPLIT = "tokenizer.ggml.pre"
 _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -37,13 +42,9 @@ def special_ids(file: Gguf) -> dict[str, int]:
 
 def end_ids(file: Gguf) -> list[int]:
     """All tokens that end an answer, the file's own eos first."""
-    tokens, kinds = _texts(file, "tokens"), _numbers(file, "token_type")
+    tokens = _texts(file, "tokens")
     named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    known = [
-        number
-        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and text in _ENDS
-    ]
+    known = [number for number, text in enumerate(tokens) if text in _ENDS]
     return list(
         dict.fromkeys(value for value in (*named, *known) if isinstance(value, int) and 0 <= value < len(tokens))
     )
@@ -58,6 +59,9 @@ def tokenizer_files(file: Gguf) -> dict[str, Any]:
     tokens = _texts(file, "tokens")
     if not tokens:
         raise _unsupported(file, "it holds no vocabulary")
+    table = file.tensors.get("token_embd.weight")
+    if table is not None and len(tokens) > table.shape[0]:
+        raise _unsupported(file, f"its vocabulary has {len(tokens)} tokens, but {table.name} has {table.shape[0]} rows")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(text for number, text in enumerate(tokens) if vocabulary[text] != number)
@@ -119,32 +123,20 @@ def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
     scores = _numbers(file, "scores")
     if len(scores) != len(tokens):
         raise _unsupported(file, f"it has {len(scores)} scores for {len(tokens)} tokens")
-    architecture = file.metadata.get("general.architecture")
-    spaced = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     joined: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
     ]  # fmt: skip
-    if spaced:
-        joined.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normal: dict[str, Any] | None = None
-    split: dict[str, Any] | None = None
-    if architecture in ("gemma", "gemma2", "gemma3"):
-        # Runs of blanks are stored as such, and scores do not follow the order of merges: that of the tokens does.
-        tokens = [_BLANK * len(text) if text.strip(" ") == "" else text for text in tokens]
-        scores = [-float(number) for number in range(len(tokens))]
-        normal = replace
-        split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    elif architecture == "phi3" and spaced:
+    normal: dict[str, Any] = replace
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True) is True:
+        # Before each stretch of text between tokens that are never cut, as llama.cpp has it.
         normal = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _BLANK}, replace]}
-    else:
-        scheme = "first" if spaced else "never"
-        split = {"type": "Metaspace", "replacement": _BLANK, "prepend_scheme": scheme, "split": False}
+        joined.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     vocabulary = {text: number for number, text in enumerate(tokens)}
     unknown = special_ids(file).get("unk")
     return {
         "normalizer": normal,
-        "pre_tokenizer": split,
+        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": joined},
         "model": _bpe(
             vocabulary,
@@ -195,14 +187,17 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Tokens that are never cut: those for control are special."""
-    kinds = _numbers(file, "token_type")
-    control = {number for number, kind in enumerate(kinds[: len(tokens)]) if kind in (_CONTROL, _UNKNOWN)}
-    control |= set(ids.values())
-    whole = {number for number, kind in enumerate(kinds[: len(tokens)]) if kind == _USER_DEFINED}
+    """Tokens that are never cut, as the file writes them: those for control are special."""
+    kinds = dict(enumerate(_numbers(file, "token_type")))
+    control = {number for number, text in enumerate(tokens) if kinds.get(number) in (_CONTROL, _UNKNOWN)}
+    control |= {number for number, text in enumerate(tokens) if text in _ENDS} | set(ids.values())
+    whole = {number for number in range(len(tokens)) if kinds.get(number) == _USER_DEFINED}
+    name = str(file.metadata.get("general.name", "")).lower()
+    takes_blanks = any(known in name for known in _TAKES_BLANKS)
     return [
         {
-            "id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False,
+            "id": number, "content": tokens[number], "single_word": False, "lstrip": False,
+            "rstrip": takes_blanks and tokens[number] not in _KEEPS_BLANKS,
             "normalized": False, "special": number in control,
         }
         for number in sorted(control | whole)

@@ -9,6 +9,7 @@ from engine.model.spec.attention import (
     NO_ATTENTION,
     AfterRotation,
     Attention,
+    EachHead,
     Fourier,
     Latent,
     PerHead,
@@ -68,8 +69,8 @@ from engine.model.spec.stack import PredictingStream, Repeated, Stack
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
-    "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense", "Embedder",
-    "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated", "GlobalStream",
+    "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense", "EachHead",
+    "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated", "GlobalStream",
     "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "Likeliest", "Lm", "MaskedLm",
     "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "Opened", "Parallel", "Patches", "PerHead", "Placement",
     "Pool", "Post", "Pre", "PredictingStream", "Probe", "QkNorm", "Repeated", "ResidualNetwork", "Routing", "Sandwich",

@@ -31,7 +31,14 @@ class AfterRotation:
     norm: Norm
 
 
-QkNorm = PerHead | WholeProjection | AfterRotation
+@dataclass(frozen=True, slots=True)
+class EachHead:
+    """Queries and keys are normalised per head, and each head has weights of its own (a layer norm's)."""
+
+    norm: Norm
+
+
+QkNorm = PerHead | WholeProjection | AfterRotation | EachHead
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,16 @@ SHAPES = {
     "cohere": FamilyShape("CohereForCausalLM", BASE, eos_gain=2.2, prompts=(7, 29, 5, 0)),
     "cohere-biases-untied": FamilyShape(
         "CohereForCausalLM",
-        BASE | {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4, "logit_scale": 1.3},
+        BASE
+        | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "logit_scale": 1.3,
+        },
         eos=(3, 90),
-        prompts=(0, 2, 3, 1),
+        prompts=(0, 1, 4, 2),
     ),
     "cohere2": FamilyShape(
         "Cohere2ForCausalLM", BASE | {"num_hidden_layers": 4, "sliding_window": 9}, eos_gain=2.2, prompts=(3, 8, 2, 0)

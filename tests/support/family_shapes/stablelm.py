@@ -21,9 +21,11 @@ SHAPES = {
         | {
             "use_parallel_residual": True,
             "use_qkv_bias": True,
+            "qk_layernorm": True,
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
-        prompts=(0, 17, 1, 2),
+        eos_gain=2.2,
+        prompts=(8, 17, 3, 0),
     ),
 }

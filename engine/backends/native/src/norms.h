@@ -18,16 +18,19 @@ struct NormRows {
   const T* x;         // outer * inner rows of `size` elements
   const T* residual;  // side by side, added to x; null for nothing
   T* sum;             // side by side, x + residual if there is one; may be x
-  const T* weight;    // null for ones
-  const T* bias;      // null for zeros
+  const T* weight;    // null for ones; of LayerNorm one for each of `weights` rows, which take turns
+  const T* bias;      // null for zeros; likewise
   T* out;             // rows of its own strides; may be x
   int64_t outer, inner, size, outer_stride, inner_stride, out_outer_stride, out_inner_stride;
   float eps;
-  int64_t product;
+  int64_t product, weights;
 
   OCTAVO_INLINE_MEMBER int64_t count() const { return outer * inner; }
   OCTAVO_INLINE_MEMBER T* result(int64_t row) const {
     return out + row / inner * out_outer_stride + row % inner * out_inner_stride;
+  }
+  OCTAVO_INLINE_MEMBER const T* own(const T* parameter, int64_t row) const {
+    return parameter ? parameter + row % weights * size : nullptr;
   }
   OCTAVO_INLINE_MEMBER bool worth_sharing() const { return count() > 1 && count() * size >= WORTH_SHARING; }
 };
@@ -79,10 +82,12 @@ static void layer_norm_part(const NormRows<T>& a, int thread, int threads) {
       return fma(distance, distance, before);
     });
     const Vector scale = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(a.size) + a.eps));
+    const T* weight = a.own(a.weight, row);
+    const T* bias = a.own(a.bias, row);
     each(a.size, [&](auto v) {
       Vector value = (v.read(x) - mean) * scale;
-      if (a.weight) value *= v.read(a.weight);
-      if (a.bias) value += v.read(a.bias);
+      if (weight) value *= v.read(weight);
+      if (bias) value += v.read(bias);
       v.write(out, value);
     });
   }

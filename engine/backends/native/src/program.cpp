@@ -37,7 +37,8 @@ struct Runner {
                         o.out.stride,
                         o.size,
                         static_cast<float>(o.eps),
-                        o.rounding};
+                        o.rounding,
+                        o.weights};
     if (o.centred) return layer_norm_part(a, thread, threads);
     rms_norm_part(a, thread, threads);
   }

@@ -45,7 +45,7 @@ struct NormWhat {
   Place x, residual, sum, out;
   const void *weight, *bias;
   double eps;
-  int64_t centred, rounding, inner, size;  // centred: LayerNorm
+  int64_t centred, rounding, inner, size, weights;  // centred: LayerNorm
 };
 
 struct ProductWhat {
