@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from engine import EngineConfig
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient
-from engine.text.processor import prepare_tokenizers
+from engine.process.known import Known
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import KeyRing
-from server.facts import log_facts, read_tokenizer
+from server.early import ask_known, import_app, read_early
+from server.facts import EarlyTokenizer, log_facts, read_tokenizer
 from server.life import load
 from server.memory import MemoryGuard, find_limit
 from server.response_store import open_store
@@ -38,13 +39,6 @@ class Assembly:
     drain: Drain
 
 
-def import_app() -> None:
-    """Import what takes seconds: the routes, and what reads tokenizers."""
-    from server import app  # noqa: F401
-
-    prepare_tokenizers()
-
-
 def assemble(
     config: EngineConfig,
     settings: ServerSettings,
@@ -68,13 +62,21 @@ def assemble(
     """
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)
-    client = load(config, settings, log_format, import_app)
+    workers = shared_workers()
+    early: list[EarlyTokenizer | None] = []
+
+    def known() -> Known:
+        workers.start()
+        import_app()
+        return ask_known(config, workers)
+
+    client = load(config, settings, log_format, known, lambda: early.append(read_early(config, settings)))
     from server.app import create_app
 
-    tokenizer = read_tokenizer(config, client.info)
+    tokenizer = read_tokenizer(config, client.info, *early)
     log_facts(client.info, tokenizer, model_id)
-    if tokenizer is not None and tokenizer.chat_template is not None:
-        shared_workers().start()  # they are ready when the first conversation comes
+    if tokenizer is None or tokenizer.chat_template is None:
+        workers.close()  # where there are conversations, they are ready for the first one
     drain = Drain()
     app = create_app(
         client,

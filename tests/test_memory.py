@@ -16,10 +16,11 @@ from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start, status  # noqa: F401
 
 from engine import ConfigError
+from engine.host.resident import give_back
 from server import memory
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.memory import MemoryGuard, find_limit, give_back, resident_memory
+from server.memory import MemoryGuard, find_limit, resident_memory
 
 MIB = 2**20
 
