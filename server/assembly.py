@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine import EngineConfig
 from engine.host.logs import LogFormat
+from engine.host.resident import give_back_code
 from engine.process.client import ProcessEngineClient
 from engine.process.known import Known
 from server.config.settings import ServerSettings
@@ -90,4 +91,5 @@ def assemble(
         memory=MemoryGuard(find_limit(settings.max_api_memory)),
         response_store=response_store,
     )
+    give_back_code()
     return Assembly(app, client, drain)

@@ -267,11 +267,26 @@ def test_other_folders_are_left_to_transformers(
 
 
 @pytest.mark.slow
+def test_transformers_can_be_imported_after_a_part_of_torch(tmp_path: Path) -> None:
+    """The engine's process leaves out what `transformers` imports in a certain order."""
+    demo_with(tmp_path, {"tokenizer_class": "Qwen2Tokenizer"})
+    code = (
+        "import sys; from engine.host.lean import import_torch; import_torch();"
+        "import torch; assert 'torch._refs' not in sys.modules;"
+        "from engine.text.processor import load_tokenizer; print(load_tokenizer(sys.argv[1]).class_name);"
+        "import torch._refs; torch._meta_registrations.activate_meta"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == ["Qwen2Tokenizer"]
+
+
+@pytest.mark.slow
 def test_a_server_reads_a_bundled_tokenizer_without_torch() -> None:
-    """Neither its imports nor the tokenizer of a bundled model bring torch, which takes seconds."""
+    """Neither its imports nor the tokenizer of a bundled model bring what takes seconds, or a lot of memory."""
     code = (
         "import sys; from server.assembly import import_app; import_app();"
         "from engine.text.processor import load_tokenizer; load_tokenizer(sys.argv[1]);"
-        "assert 'torch' not in sys.modules"
+        "assert not {'PIL.Image', 'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(DEMOS["chat"])], cwd=ROOT, check=True, timeout=300)

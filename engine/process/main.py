@@ -26,7 +26,10 @@ import zmq
 from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.children import leave_signals_to_parent, take_standard_input
+from engine.host.gpus import has_driver
+from engine.host.lean import import_torch
 from engine.host.logs import adopt_libraries, configure
+from engine.host.resident import give_back, give_back_code
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import SamplingParams
 from engine.process.messages import (
@@ -98,6 +101,8 @@ def _report(line: socket.socket, error: BaseException) -> int:
 
 
 def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
+    if not has_driver():
+        import_torch()
     from engine.engine import Engine  # heavy: the lifeline is watched already
     from engine.model.checkpoint import read_config
 
@@ -121,6 +126,8 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
         channel.set(zmq.SNDHWM, 0)
         channel.bind(start.address)
         send_framed(line, Ready(engine.info, engine.stats()))
+        give_back()
+        give_back_code()
         Loop(engine, channel).run()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engine.configs.alone import take_configs_alone
 from engine.errors import ModelLoadError
+from engine.host.lean import complete_torch
 from engine.host.resident import give_back
 from engine.text.plain import read_plain
 from engine.text.tokenizer import Tokenizer
@@ -126,6 +127,7 @@ def _load(folder: Path, alone: bool) -> Any:
         return plain
     if alone:
         take_configs_alone()
+    complete_torch()
     import transformers
     from transformers import PreTrainedTokenizerFast  # slow to import
 

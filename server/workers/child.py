@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from engine import StructuredOutputsParams
+from engine.host.resident import give_back_code
 from server.workers.configs import find_config
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 from server.workers.grammars import try_grammar
@@ -46,6 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
     load_decoders()
     load_renderer()
+    give_back_code()
     gc.freeze()
     control = socket.socket(fileno=os.dup(0))
     while True:
