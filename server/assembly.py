@@ -11,18 +11,18 @@ from engine.host.resident import give_back_code
 from engine.process.client import ProcessEngineClient
 from engine.process.known import Known
 from server.config.settings import ServerSettings
-from server.door.drain import Drain
 from server.door.keys import KeyRing
 from server.early import ask_known, import_app, read_early
 from server.facts import EarlyTokenizer, log_facts, read_tokenizer
 from server.life import load
-from server.memory import MemoryGuard, find_limit
 from server.response_store import open_store
 from server.tracing.start import start_tracing
 from server.workers.pool import shared_workers
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from server.door.drain import Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ def assemble(
 
     client = load(config, settings, log_format, known, lambda: early.append(read_early(config, settings)))
     from server.app import create_app
+    from server.door.drain import Drain
+    from server.memory import MemoryGuard, find_limit
 
     tokenizer = read_tokenizer(config, client.info, *early)
     log_facts(client.info, tokenizer, model_id)

@@ -18,8 +18,8 @@ _TIME_LIMIT = 60.0  # seconds for a config
 
 
 def import_app() -> None:
-    """Import the routes, which takes half a second."""
-    from server import app  # noqa: F401
+    """Import the routes and what serves them, which takes half a second."""
+    from server import app, lone  # noqa: F401
 
 
 def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
@@ -28,7 +28,7 @@ def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
         return Known()
     try:
         return decode_known(asyncio.run(workers.run("config", config.model, bytes, _TIME_LIMIT)))
-    except (RefusedError, TimeoutError, WorkerLostError) as error:
+    except (OSError, RefusedError, RuntimeError, WorkerLostError) as error:  # TimeoutError is an OSError
         logger.debug("the engine will read the config itself: %s", error)
         return Known()
 

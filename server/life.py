@@ -9,15 +9,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from engine import EngineConfig
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient, RestartPolicy
 from engine.process.known import Known
 from server.config.settings import DEMOS, ServerSettings
-from server.door.drain import Drain
 from server.door.listening import Listener
+
+if TYPE_CHECKING:
+    from server.door.drain import Drain
 
 _DEMO_NOTES = {
     DEMOS["chat"]: "a tiny model that tells little stories and answers questions about Octavo and transformers",
