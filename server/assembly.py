@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 
 from engine import EngineConfig
 from engine.host.logs import LogFormat
+from engine.host.resident import give_back_code
 from engine.process.client import ProcessEngineClient
-from engine.text.processor import prepare_tokenizers
+from engine.process.known import Known
 from server.config.settings import ServerSettings
-from server.door.drain import Drain
 from server.door.keys import KeyRing
-from server.facts import log_facts, read_tokenizer
+from server.early import ask_known, import_app, read_early
+from server.facts import EarlyTokenizer, log_facts, read_tokenizer
 from server.life import load
-from server.memory import MemoryGuard, find_limit
 from server.response_store import open_store
 from server.tracing.start import start_tracing
 from server.workers.pool import shared_workers
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from server.door.drain import Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,6 @@ class Assembly:
     app: FastAPI
     client: ProcessEngineClient
     drain: Drain
-
-
-def import_app() -> None:
-    """Import what takes seconds: the routes, and what reads tokenizers."""
-    from server import app  # noqa: F401
-
-    prepare_tokenizers()
 
 
 def assemble(
@@ -68,13 +63,23 @@ def assemble(
     """
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)
-    client = load(config, settings, log_format, import_app)
-    from server.app import create_app
+    workers = shared_workers()
+    early: list[EarlyTokenizer | None] = []
 
-    tokenizer = read_tokenizer(config, client.info)
+    def known() -> Known:
+        workers.start()
+        import_app()
+        return ask_known(config, workers)
+
+    client = load(config, settings, log_format, known, lambda: early.append(read_early(config, settings)))
+    from server.app import create_app
+    from server.door.drain import Drain
+    from server.memory import MemoryGuard, find_limit
+
+    tokenizer = read_tokenizer(config, client.info, *early)
     log_facts(client.info, tokenizer, model_id)
-    if tokenizer is not None and tokenizer.chat_template is not None:
-        shared_workers().start()  # they are ready when the first conversation comes
+    if tokenizer is None or tokenizer.chat_template is None:
+        workers.close()  # where there are conversations, they are ready for the first one
     drain = Drain()
     app = create_app(
         client,
@@ -88,4 +93,5 @@ def assemble(
         memory=MemoryGuard(find_limit(settings.max_api_memory)),
         response_store=response_store,
     )
+    give_back_code()
     return Assembly(app, client, drain)

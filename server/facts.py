@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine import EngineConfig, EngineInfo
@@ -17,6 +18,14 @@ DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq
 logger = logging.getLogger("octavo.server")
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyTokenizer:
+    """A tokenizer, and the folder that it was read from."""
+
+    source: str
+    tokenizer: Tokenizer | None
+
+
 def served_model_id(model: str, served_model_name: str | None) -> str:
     """The model's name to clients: as set, else the folder's last name or the GGUF file's, else the hub id."""
     if served_model_name:
@@ -29,14 +38,26 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
-    """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted."""
+def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:
+    """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted.
+
+    Args:
+        early: what was read while the engine loaded; it counts where it is what the engine's model has.
+    """
     if config.skip_tokenizer_init:
         return None
     own = config.tokenizer is None
-    source = info.model_path if own else config.tokenizer
-    revision = config.revision if own else None
-    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
+    source = info.model_path if own else config.tokenizer or ""
+    if early is not None and early.source == source and not info.lower_case:
+        tokenizer = early.tokenizer
+    else:
+        tokenizer = load_tokenizer(
+            source,
+            revision=config.revision if own else None,
+            hf_token=config.hf_token,
+            lower_case=info.lower_case,
+            alone=True,
+        )
     check_vocabulary(info, tokenizer)
     check_sides(info, tokenizer)
     adopt_libraries()

@@ -9,14 +9,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from engine import EngineConfig
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient, RestartPolicy
+from engine.process.known import Known
 from server.config.settings import DEMOS, ServerSettings
-from server.door.drain import Drain
 from server.door.listening import Listener
+
+if TYPE_CHECKING:
+    from server.door.drain import Drain
 
 _DEMO_NOTES = {
     DEMOS["chat"]: "a tiny model that tells little stories and answers questions about Octavo and transformers",
@@ -35,12 +38,17 @@ def announcement(settings: ServerSettings, listener: Listener, model_id: str) ->
 
 
 def load(
-    config: EngineConfig, settings: ServerSettings, log_format: LogFormat, meanwhile: Callable[[], object]
+    config: EngineConfig,
+    settings: ServerSettings,
+    log_format: LogFormat,
+    known: Callable[[], Known],
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> ProcessEngineClient:
     """Start the engine; blocks until it can serve.
 
     Args:
-        meanwhile: called while the engine loads.
+        known: finds what the engine is told of the model; called while it imports what it needs.
+        meanwhile: called then, while the engine loads.
 
     Raises:
         OctavoError: the model cannot be loaded.
@@ -49,7 +57,7 @@ def load(
         logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
-    return ProcessEngineClient(config, policy, log_format, meanwhile, reads_config=True)
+    return ProcessEngineClient(config, policy, log_format, meanwhile, known=known)
 
 
 def say_end(failure: str | None) -> int:

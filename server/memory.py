@@ -5,16 +5,15 @@ on and neither the machine nor the container ends it.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engine import ConfigError, available_memory, parse_bytes
+from engine.host.resident import give_back
 from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
@@ -57,18 +56,6 @@ def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
             "MiB already, so that it would serve none: raise --max-api-memory."
         )
     return limit
-
-
-def give_back() -> None:
-    """Return memory that is not in use to the system, as far as the C library can. Takes tens of milliseconds.
-
-    glibc keeps what was freed below the top of a heap: of 450 MB of texts of 600 bytes, all freed, 450 MB stay, and 14
-    after this.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-        if trim is not None:
-            trim(0)
 
 
 class MemoryGuard:

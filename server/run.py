@@ -14,9 +14,7 @@ from server import logs
 from server.alone import serve_alone
 from server.config.settings import ServerSettings
 from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
-from server.door.rates import check_storage
 from server.facts import served_model_id
-from server.processes.service import serve_several
 
 logger = logging.getLogger("octavo.server")
 
@@ -57,10 +55,15 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
                 "Set --api-key (OCTAVO_API_KEY) or --api-key-file, or listen on 127.0.0.1.",
                 listener.url,
             )
-        check_storage(settings.rate_limit_storage)
+        if settings.rate_limit_storage is not None:
+            from server.door.rates import check_storage  # slow to import
+
+            check_storage(settings.rate_limit_storage)
         model_id = served_model_id(config.model, settings.served_model_name)
         config = config.with_kv_topic(default_topic(model_id, None if settings.uds else settings.port, os.environ))
-        serve_it = serve_alone if settings.api_server_count == 1 else serve_several
+        serve_it = serve_alone
+        if settings.api_server_count > 1:
+            from server.processes.service import serve_several as serve_it
         return serve_it(config, settings, model_id, version, listener, log_format)
 
 

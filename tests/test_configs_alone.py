@@ -28,13 +28,12 @@ from transformers import models
 from transformers.utils import import_utils
 first = import_utils.define_import_structure(models.__file__)
 whole = import_utils.create_import_structure_from_path.__wrapped__(models.__file__)
-from engine.config import EngineConfig
 from engine.process.known import find_known
 from engine.process.messages import receive_known, send_framed
-bundled = find_known(EngineConfig(model=sys.argv[1]))
+bundled = find_known(sys.argv[1])
 brought = [name for name in ("torch", "sympy") if name in sys.modules]
 assert bundled.config.model_type
-found = {folder: find_known(EngineConfig(model=str(folder))) for folder in sorted(Path(sys.argv[2]).iterdir())}
+found = {folder: find_known(str(folder)) for folder in sorted(Path(sys.argv[2]).iterdir())}
 from engine.model.checkpoint import read_config
 from engine.model.families import build_spec
 specs = {}
@@ -81,7 +80,9 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.process.client import ProcessEngineClient
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 24, show_progress=False)
-client = ProcessEngineClient(config, reads_config=sys.argv[2] == "here")
+from engine.process.known import find_known
+from engine.process.messages import Known
+client = ProcessEngineClient(config, known=lambda: find_known(sys.argv[1]) if sys.argv[2] == "here" else Known())
 mapped = Path(f"/proc/{client.pid}/maps").read_text()
 asyncio.run(client.close())
 print(json.dumps({"transformers": "tokenizers" in mapped, "torch": "libtorch" in mapped}))

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from fake_client import FakeClient, byte_tokenizer, say
 from support.service import PATIENCE, Service, wait_for
 from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start, status  # noqa: F401
 
 from engine import ConfigError
+from engine.host.resident import give_back, give_back_code
 from server import memory
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.memory import MemoryGuard, find_limit, give_back, resident_memory
+from server.memory import MemoryGuard, find_limit, resident_memory
 
 MIB = 2**20
 
@@ -162,6 +164,10 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_process_has_memory_and_can_give_some_back() -> None:
     assert 10 * MIB < resident_memory() < 2**40
     give_back()
+    before = resident_memory()
+    assert give_back_code() > 5
+    assert resident_memory() < before
+    assert torch.ones(3, 3).matmul(torch.ones(3, 3)).sum() == 27  # it comes back
 
 
 # SIGUSR1: 400 MB of texts; SIGUSR2: all but the last one are freed, so that the C library keeps what they took.

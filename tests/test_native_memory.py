@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.backends.native.memory import HUGE, Arena, huge, zeros
+from engine.backends.native.memory import HUGE, Arena, forget, huge, zeros
 
 
 def test_zeros_begin_at_a_large_page() -> None:
@@ -20,6 +22,26 @@ def test_zeros_begin_at_a_large_page() -> None:
     made.fill_(1)
     assert bool((made == 1).all())
     assert not zeros(5, 2, dtype=torch.float32).any()
+
+
+def test_what_is_forgotten_is_zero_and_takes_no_memory() -> None:
+    for made in (zeros(3, HUGE + 5, dtype=torch.int8), zeros(7, dtype=torch.int8)):
+        made.fill_(1)
+        forget(made)
+        if len(made) == 3 and sys.platform == "linux":
+            assert not {*resident(made)[: made.nbytes // mmap.PAGESIZE]} & {1}
+        assert not made.any()
+        made.fill_(2)
+        assert bool((made == 2).all())
+
+
+def resident(tensor: torch.Tensor) -> bytes:
+    """For each page of a tensor that begins at one, whether it is in memory (mincore)."""
+    found = (ctypes.c_ubyte * -(-tensor.nbytes // mmap.PAGESIZE))()
+    ask = ctypes.CDLL(None).mincore
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert ask(tensor.data_ptr(), tensor.nbytes, found) == 0
+    return bytes(found)
 
 
 def test_memory_too_large_is_refused() -> None:

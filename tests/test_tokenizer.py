@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError, ModelLoadError
+from engine.text.plain import PlainTokenizer
 from engine.text.processor import Tokenizer, load_tokenizer
 from engine.text.tokenizer_loading import ELSEWISE, GENERIC, is_generic
 from server.config.settings import DEMOS
@@ -173,23 +174,78 @@ def test_kinds_that_transformers_reads_by_other_classes_are_listed() -> None:
     assert own | mistral == ELSEWISE
 
 
+ALL = "{% for message in messages %}{{ message.content }}{% endfor %}"
+NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": True, "single_word": False, "special": False}
+SETTINGS = {
+    "as it is": {},
+    "nothing": {"eos_token": None, "bos_token": None, "additional_special_tokens": None},
+    "tokens": {"unk_token": "<what>", "pad_token": "</s>", "extra_special_tokens": ["<|user|>", "<|more|>"]},
+    "added": {"mask_token": "<new>", "added_tokens_decoder": {"1536": NEW, "1537": NEW | {"content": "<other>"}}},
+    "sides": {"truncation_side": "left", "model_input_names": ["input_ids", "token_type_ids"], "chat_template": ALL},
+    "tidy": {"clean_up_tokenization_spaces": True, "sep_token": "a"},
+}
+# Of these `transformers` has to make sense.
+ODD = {
+    "objects": {"bos_token": {"__type": "AddedToken"} | NEW, "added_tokens_decoder": {}},
+    "templates": {"chat_template": [{"name": "default", "template": ALL}]},
+    "further": {"image_token": "<s>"},
+}
+
+
+def demo_with(folder: Path, settings: dict[str, object], kind: str | None = "llama") -> None:
+    """The bundled model's tokenizer with other settings."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).write_bytes((DEMOS["chat"] / file).read_bytes())
+    if "chat_template" in settings:
+        (folder / "chat_template.jinja").unlink()
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    given |= {"add_eos_token": True, "add_bos_token": True} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(given))
+    if kind is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+
+
+def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Whatever they are asked, they give the same."""
+    texts = [TEXT, "", "Hi .  <new> there<s>, don 't <|user|> <|more|>\n", *theirs.template_variables.values()]
+    assert ours._fast.to_str() == theirs._fast.to_str()
+    assert ours.special_token_ids == theirs.special_token_ids
+    for name in ("bos", "eos", "unk", "pad", "cls", "mask"):
+        assert getattr(ours, f"{name}_token_id") == getattr(theirs, f"{name}_token_id")
+    assert (ours.vocab_size, ours.frame_ids, ours.mask_token) == (
+        theirs.vocab_size,
+        theirs.frame_ids,
+        theirs.mask_token,
+    )
+    assert (ours.languages, ours.truncation_side) == (theirs.languages, theirs.truncation_side)
+    assert (ours.all_chat_templates, ours.chat_template) == (theirs.all_chat_templates, theirs.chat_template)
+    assert ours.template_variables == theirs.template_variables
+    assert ours.special_texts() == theirs.special_texts()
+    for text in map(str, texts):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.encode_input(text, TEXT) == theirs.encode_input(text, TEXT)
+        assert ours.decode_tidy(ids) == theirs.decode_tidy(ids)
+        assert ours.decode_tidy(ids, skip_special_tokens=False) == theirs.decode_tidy(ids, skip_special_tokens=False)
+    messages = [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": "Ho"}]
+    for asked in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+        assert ours.apply_chat_template(messages, **asked) == theirs.apply_chat_template(messages, **asked)
+
+
 @pytest.mark.parametrize("name", sorted(GENERIC))
 @pytest.mark.parametrize("kind", ["llama", "t5", "bert", None])
 def test_a_tokenizer_json_alone_is_what_transformers_makes_of_it(tmp_path: Path, name: str, kind: str | None) -> None:
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / file).write_bytes((DEMOS["chat"] / file).read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": name, "add_eos_token": True, "add_bos_token": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if kind is not None:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    demo_with(tmp_path, {"tokenizer_class": name}, kind)
     assert is_generic(tmp_path)
-    ours, theirs = loaded(tmp_path)._hf, AutoTokenizer.from_pretrained(str(tmp_path))
-    assert type(ours) is type(theirs)
-    assert ours.special_tokens_map == theirs.special_tokens_map
-    assert ours.chat_template == theirs.chat_template
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
-    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert_same(loaded(tmp_path), Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ODD])
+def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+    demo_with(tmp_path, (SETTINGS | ODD)[name])
+    ours = loaded(tmp_path)
+    assert isinstance(ours._hf, PlainTokenizer) == (name in SETTINGS)
+    assert_same(ours, Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -212,10 +268,10 @@ def test_other_folders_are_left_to_transformers(
 
 @pytest.mark.slow
 def test_a_server_reads_a_bundled_tokenizer_without_torch() -> None:
-    """Neither its imports nor the tokenizer of a bundled model bring torch, which takes seconds."""
+    """Neither its imports nor the tokenizer of a bundled model bring what takes seconds, or a lot of memory."""
     code = (
         "import sys; from server.assembly import import_app; import_app();"
         "from engine.text.processor import load_tokenizer; load_tokenizer(sys.argv[1]);"
-        "assert 'torch' not in sys.modules"
+        "assert not {'PIL.Image', 'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(DEMOS["chat"])], cwd=ROOT, check=True, timeout=300)

@@ -145,6 +145,16 @@ class KVCache:
             for tensor in layer:
                 tensor[:blocks].zero_()
 
+    def forget(self) -> None:
+        """Make all pages zero again, on a CPU as if none had ever been written: until then each tensor of a layer has
+        the 2 MiB of its first pages."""
+        for layer in self.layers:
+            for tensor in layer:
+                if tensor.device.type == "cpu":
+                    memory.forget(tensor)
+                else:
+                    tensor.zero_()
+
     def paged(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables; the same objects again for the same tensor."""
         if not self._paged or self._paged[0].block_tables is not block_tables:

@@ -204,6 +204,8 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)
     costs, measured = measure(runner, max_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len)
     record(runner, backend, 0 if config.enforce_eager else config.most_seqs, config.max_num_batched_tokens)
+    if resolved.device.type == "cpu":
+        runner.cache.forget()
     info = EngineInfo(
         model=config.model,
         model_path=str(resolved.path),

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -20,7 +19,6 @@ from engine.host.logs import LogFormat
 from engine.process.attached import AttachedEngineClient
 from engine.process.client_interface import Deliver, EngineClient, Progress
 from engine.process.connection import ConnectedClient
-from engine.process.known import find_known
 from engine.process.launch import EngineProcess, kept_folder, make_folder, remove_folder
 from engine.process.messages import Dismiss, Known, Ready, encode
 
@@ -57,8 +55,7 @@ class ProcessEngineClient(ConnectedClient):
         policy: what happens when the engine dies.
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
         meanwhile: called while the engine loads: what else takes its time at start.
-        reads_config: this process reads the model's config while the engine's imports torch; `transformers` is without
-            torch here from then on (`engine.configs.alone`).
+        known: finds what the engine is told of the model, while its process imports torch.
 
     Attributes:
         on_change: called when the engine has died, and when it serves again.
@@ -74,7 +71,7 @@ class ProcessEngineClient(ConnectedClient):
         log_format: LogFormat | None = None,
         meanwhile: Callable[[], object] = lambda: None,
         *,
-        reads_config: bool = False,
+        known: Callable[[], Known] = Known,
     ):
         super().__init__(b"server")
         self._config = config
@@ -89,7 +86,7 @@ class ProcessEngineClient(ConnectedClient):
         try:
             self._process = self._next_process()
             try:
-                self._process.start(partial(find_known, config) if reads_config else Known)
+                self._process.start(known)
                 meanwhile()
                 self._adopt(self._process.wait_ready())
             except BaseException:  # a signal's handler may raise anything

@@ -5,20 +5,35 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from engine.config import EngineConfig
 from engine.configs.alone import take_configs_alone
 from engine.configs.published import read
 from engine.errors import OctavoError
-from engine.process.messages import Known, can_send
+from engine.model.gguf.folder import SUFFIX, made_before, single_file
+from engine.process.messages import Known, can_send, decode_known, encode
+
+__all__ = ["Known", "decode_known", "encode", "find_known", "known_folder"]
 
 logger = logging.getLogger("octavo.client")
 
 
-def find_known(config: EngineConfig) -> Known:
-    """The config of a model in a local folder. Of any other model, and of one whose config is refused, nothing: the
-    engine finds that itself, and says so."""
-    folder = Path(config.model).expanduser()
-    if config.distributed_executor_backend != "uni" or not (folder / "config.json").is_file():
+def known_folder(model: str) -> Path | None:
+    """The folder of a model on this machine, of a GGUF file the one that stands for it, once it is made; None where the
+    engine has to find it."""
+    try:
+        place = Path(model).expanduser()
+        file = single_file(place) if place.is_dir() else place if place.suffix == SUFFIX and place.is_file() else None
+        folder = place if file is None else made_before(file)
+        return folder if folder is not None and (folder / "config.json").is_file() else None
+    except (OctavoError, OSError, RuntimeError) as error:
+        logger.debug("the engine will find %s itself: %s", model, error)
+        return None
+
+
+def find_known(model: str) -> Known:
+    """The config of a model in a known folder. Of any other model, and of one whose config is refused, nothing: the
+    engine finds that itself, and says so. `transformers` is without torch in this process from then on."""
+    folder = known_folder(model)
+    if folder is None:
         return Known()
     take_configs_alone()
     try:

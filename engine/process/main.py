@@ -27,6 +27,7 @@ from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.host.logs import adopt_libraries, configure
+from engine.host.resident import give_back, give_back_code
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import SamplingParams
 from engine.process.messages import (
@@ -121,6 +122,8 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
         channel.set(zmq.SNDHWM, 0)
         channel.bind(start.address)
         send_framed(line, Ready(engine.info, engine.stats()))
+        give_back()
+        give_back_code()
         Loop(engine, channel).run()
 
 

@@ -256,7 +256,7 @@ _known = msgspec.msgpack.Decoder(Known, ext_hook=_config)
 _parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook=_config)
 
 
-def encode(message: Join | Abort | Look | Dismiss | News) -> bytes:
+def encode(message: Join | Abort | Look | Dismiss | News | Known) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
 
@@ -324,6 +324,11 @@ def can_send(message: Known) -> bool:
         return False
 
 
+def decode_known(data: bytes) -> Known:
+    """What `encode` has made the bytes of."""
+    return _known.decode(data)
+
+
 def send_framed(line: socket.socket, message: Start | Known | Ready | Failed) -> None:
     """Write a message to the lifeline; OSError if the other side has ended."""
     data = _encoder.encode(message)
@@ -344,7 +349,7 @@ def receive_known(line: socket.socket) -> Known | None:
     except OSError:
         return None
     data = _receive_framed(line)
-    return None if data is None else _known.decode(data)
+    return None if data is None else decode_known(data)
 
 
 def receive_reply(line: socket.socket) -> Ready | Failed | None:

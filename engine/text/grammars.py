@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import InvalidRequestError
+from engine.host.resident import give_back
 from engine.interface.constraints import Constraint
 from engine.interface.sampling_table import MaskRow, Masks
 from engine.interface.structured import StructuredOutputsParams
@@ -474,6 +475,7 @@ class Grammars:
             may_open_with_space=self._opens_texts and vocabulary.opens_without_space,
             may_force=vocabulary.writes_all,
         )
+        give_back()
         return self._ready
 
 

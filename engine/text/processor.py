@@ -12,12 +12,9 @@ from engine.interface.request import SamplingParams
 from engine.text.encoding import Encoding
 from engine.text.stop_strings import StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
-from engine.text.tokenizer_loading import check_vocabulary, load_tokenizer, prepare_tokenizers
+from engine.text.tokenizer_loading import check_vocabulary, load_tokenizer
 
-__all__ = [
-    "ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "load_tokenizer",
-    "prepare_tokenizers",
-]  # fmt: skip
+__all__ = ["ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "load_tokenizer"]
 
 
 @dataclass(slots=True, kw_only=True)

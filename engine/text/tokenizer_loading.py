@@ -7,8 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.configs.alone import take_configs_alone
 from engine.errors import ModelLoadError
+from engine.host.resident import give_back
 from engine.interface.outputs import EngineInfo
+from engine.text.plain import read_plain
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.tokenizer")
@@ -50,7 +53,12 @@ COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json"
 
 
 def load_tokenizer(
-    path_or_id: str | Path, revision: str | None = None, hf_token: str | None = None, *, lower_case: bool = False
+    path_or_id: str | Path,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    *,
+    lower_case: bool = False,
+    alone: bool = False,
 ) -> Tokenizer | None:
     """Load a model's tokenizer, without running any code that comes with it.
 
@@ -59,6 +67,8 @@ def load_tokenizer(
         revision: branch, tag or commit on the hub.
         hf_token: access token for the hub.
         lower_case: texts are lower-cased before they are tokenised (`EngineInfo.lower_case`).
+        alone: where `transformers` has to read it, it does so without torch, in this whole process from then on
+            (`engine.configs.alone`).
 
     Returns:
         The tokenizer, or None where there are no tokenizer files at all.
@@ -75,7 +85,7 @@ def load_tokenizer(
         return None
     try:
         marked: Literal["source", "target"] = "target" if _class_name(folder) in TARGET_MARKED else "source"
-        return Tokenizer(_load(folder), lower_case=lower_case, marked_side=marked)
+        loaded = Tokenizer(_load(folder, alone), lower_case=lower_case, marked_side=marked)
     except Exception as error:  # tokenizers fail with bare exceptions of many kinds
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
@@ -83,6 +93,8 @@ def load_tokenizer(
             "(pip install sentencepiece), or tiktoken. To use the model with token ids alone, set "
             "--skip-tokenizer-init (skip_tokenizer_init of LLM)."
         ) from error
+    give_back()
+    return loaded
 
 
 def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
@@ -107,11 +119,6 @@ def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
             "text that holds one is refused.",
             info.model, len(beyond), size - 1, shown, ", ..." * (len(beyond) > _SHOWN),
         )  # fmt: skip
-
-
-def prepare_tokenizers() -> None:
-    """Import what reads a tokenizer.json, which takes a second."""
-    from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -139,12 +146,17 @@ def is_generic(folder: Path) -> bool:
     )
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, alone: bool) -> Any:
+    generic = is_generic(folder)
+    if generic and (plain := read_plain(folder, _read(folder / "tokenizer_config.json"))) is not None:
+        return plain
+    if alone:
+        take_configs_alone()
     import transformers
     from transformers import PreTrainedTokenizerFast  # slow to import
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if is_generic(folder):
+    if generic:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
     from transformers import AutoTokenizer  # slower still
 

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser, parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
-
 from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
 from server.answering.formats import CallFormat, Formats, ReasoningFormat
 from server.answering.parts import Call, Part, Reasoning, Text
@@ -68,6 +65,8 @@ class AnswerReader:
         self.special = special or {}
         self._reasoning_end = None if formats.reasoning is None else token_id(formats.reasoning.close)
         self._templates: dict[bool, Any] = {}
+        if formats.calls is not None or formats.reasoning is not None:
+            _library()  # no request waits for the import
         self._shown = {calls: self._marks(calls) for calls in (False, True)}
 
     def _marks(self, calls: bool) -> frozenset[int]:
@@ -95,7 +94,7 @@ class AnswerReader:
             return None
         formats = Formats(calls=calls, reasoning=reasoning)
         if (template := self._templates.get(calls is not None)) is None:
-            template = self._templates[calls is not None] = load_response_template(_regions(formats))
+            template = self._templates[calls is not None] = _compiled(_regions(formats))
         return Parsing(
             formats=formats,
             template=template,
@@ -104,6 +103,19 @@ class AnswerReader:
             begins_in_reasoning=reasoning is not None and _begins_in(reasoning, prompt, final),
             reasoning_ends_with=self._reasoning_end,
         )
+
+
+def _library() -> Any:
+    """What parses answers. Most models need none of it: it brings `transformers`, half a second and 20 MB."""
+    from transformers.utils import chat_parsing
+
+    return chat_parsing
+
+
+def _compiled(template: dict[str, Any]) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(template)
 
 
 def _begins_in(reasoning: ReasoningFormat, prompt: str, final: str | None) -> bool:
@@ -168,7 +180,7 @@ class AnswerParser:
             most=1 if tools is not None and not tools.parallel else None,
         )
         begins = self.parsing.begins_in_reasoning and formats.reasoning is not None
-        self._parser = ResponseParser(
+        self._parser = _library().ResponseParser(
             self.parsing.template, prefix=formats.reasoning.open if begins and formats.reasoning is not None else ""
         )
         list(self._parts(self._parser.initial_events))
@@ -227,7 +239,7 @@ class AnswerParser:
         yield from self._region.feed(event["text"])
         if self._region.ended:
             rest, self._region = self._region.rest, None
-            self._parser = ResponseParser(self.parsing.template, prefix="")
+            self._parser = _library().ResponseParser(self.parsing.template, prefix="")
             yield from self._parts(self._parser.feed(rest))
 
     def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
@@ -282,7 +294,7 @@ def _read_whole(
     transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}
     try:
-        read = parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools and tools.shown)
+        read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools and tools.shown)
         calls = [call["function"] for call in read["tool_calls"]]
         return [(str(call["name"]), _as_text(call["arguments"])) for call in calls]
     except Exception:  # a model may have written anything, and a checkpoint may bring the patterns

@@ -34,6 +34,7 @@ from server.door.listening import Listener
 from server.door.rates import RequestRates
 from server.door.reload import NO_FILE
 from server.door.shares import Shares
+from server.early import ask_known
 from server.life import announcement, end_at_second_signal, load, say_end, tell_when_unreachable
 from server.metrics.exposition import Exposition
 from server.metrics.processes import ProcessUse
@@ -59,6 +60,7 @@ from server.processes.messages import (
 )
 from server.serving import loop_factory
 from server.watchdog import STUCK, LoopWatchdog, restart_when_stuck
+from server.workers.pool import WorkerPool
 
 logger = logging.getLogger("octavo.server")
 
@@ -81,7 +83,11 @@ def serve_several(
         OctavoError: the model cannot be loaded, or a setting is wrong.
     """
     read_api_keys(settings)  # what is wrong with them is said before the model loads
-    client = load(config, settings, log_format, lambda: None)  # the fronts' imports are their own
+    workers = WorkerPool()
+    try:
+        client = load(config, settings, log_format, partial(ask_known, config, workers))  # fronts read tokenizers
+    finally:
+        workers.close()
     folder = client.folder / "metrics"
     folder.mkdir()
     begin = Begin(

@@ -17,14 +17,17 @@ from typing import Any
 import msgspec
 
 from engine import StructuredOutputsParams
+from engine.host.resident import give_back_code
+from server.workers.configs import find_config
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 from server.workers.grammars import try_grammar
-from server.workers.images import Picture, read_picture
+from server.workers.images import Picture, load_decoders, read_picture
 from server.workers.sound import SoundPart, decode
-from server.workers.templates import Conversation, render
+from server.workers.templates import Conversation, load_renderer, render
 from server.workers.texts import Text, tokenize
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
+    "config": (str, find_config),
     "grammar": (StructuredOutputsParams, try_grammar),
     "image": (Picture, read_picture),
     "render": (Conversation, render),
@@ -33,6 +36,8 @@ _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
 }
 # Jobs that give way to what computes answers, by how much; their workers end with them, since none can take it back.
 _NICE = {"grammar": 5}
+# Jobs after which the worker has changed its libraries.
+_ONCE = frozenset({"config"})
 
 
 def main() -> None:
@@ -40,6 +45,9 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the service decides when workers end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
+    load_decoders()
+    load_renderer()
+    give_back_code()
     gc.freeze()
     control = socket.socket(fileno=os.dup(0))
     while True:
@@ -89,8 +97,8 @@ def _work(line: socket.socket) -> None:
 def _do(job: Job) -> Outcome:
     kind, function = _JOBS[job.name]
     lowered = _NICE.get(job.name, 0)
-    is_last = lowered > 0
-    if is_last:
+    is_last = lowered > 0 or job.name in _ONCE
+    if lowered > 0:
         os.nice(lowered)
     try:
         result = function(msgspec.msgpack.decode(job.payload, type=kind))

@@ -4,13 +4,17 @@ decoders are the code that hostile files aim at."""
 from __future__ import annotations
 
 import msgspec
-import PIL.Image
 
 from engine import InvalidRequestError
 from engine.images import Preprocessing, decode, preprocess, read_text
 
-PIL.Image.init()  # decoders are loaded before a worker is forked
-PIL.Image.MAX_IMAGE_PIXELS = None  # a picture's own limit is looked at before its pixels are decoded
+
+def load_decoders() -> None:
+    """Load them before a worker is forked."""
+    import PIL.Image
+
+    PIL.Image.init()
+    PIL.Image.MAX_IMAGE_PIXELS = None  # a picture's own limit is looked at before its pixels are decoded
 
 
 class Picture(msgspec.Struct, array_like=True):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from transformers.utils.chat_template_utils import render_jinja_template
 
 _MOST_SAID = 1000  # characters of what a template says about its failure
 # A template that tells a missing content from an empty one may take the latter for an answer without calls.
@@ -49,6 +48,13 @@ class Rendered(msgspec.Struct, array_like=True):
     length: int
 
 
+def load_renderer() -> Any:
+    """What renders; loaded before a worker is forked, and not where conversations are only sent."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
 def render(conversation: Conversation) -> Rendered:
     """Messages to the text of a prompt, in the sandbox of `transformers`.
 
@@ -84,7 +90,7 @@ def _forms(conversation: Conversation) -> Iterator[Messages]:
 
 
 def _render(conversation: Conversation, messages: Messages) -> str:
-    texts, _ = render_jinja_template(
+    texts, _ = load_renderer()(
         conversations=[messages],
         tools=conversation.tools,
         documents=conversation.documents,

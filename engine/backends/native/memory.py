@@ -7,6 +7,7 @@ translations for small ones than it keeps: from pages of 4 KiB, weights come hal
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import sys
@@ -38,6 +39,20 @@ def huge(size: int) -> Tensor:
         with contextlib.suppress(OSError):  # a system without large pages
             memory.madvise(mmap.MADV_HUGEPAGE, start, size)
     return whole[start : start + size]
+
+
+def forget(tensor: Tensor) -> None:
+    """Make a tensor of `zeros` zero again, and give its memory back to the system until it is written next."""
+    if tensor.nbytes < HUGE or sys.platform != "linux":
+        tensor.zero_()
+        return
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    whole = tensor.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+    if advise(tensor.data_ptr(), whole, mmap.MADV_DONTNEED):
+        tensor.zero_()
+    else:
+        tensor.view(-1).view(torch.uint8)[whole:].zero_()
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

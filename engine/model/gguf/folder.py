@@ -1,7 +1,7 @@
 """A folder that stands for a GGUF file: a config, a tokenizer and a link to the file, laid out like any checkpoint.
 
 It is kept in this user's cache, under a name that changes with the file, and made once: a vocabulary without merges
-takes a second to read.
+takes a second to read. To find one that was made, torch is not imported.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.host.folders import cache_folder, make_private, make_spare
-from engine.model.gguf.architectures import describe
-from engine.model.gguf.container import Gguf, read_gguf
-from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
+
+if TYPE_CHECKING:
+    from engine.model.gguf.container import Gguf
 
 LINK = "model.gguf"
 """The name of the link to the file."""
@@ -77,13 +75,7 @@ def stand_in(path: Path) -> Path:
         ModelLoadError: the file cannot be read, or the folder not be made.
         UnsupportedModelError: the model is of a kind that is not read.
     """
-    try:
-        whole = path.resolve(strict=True)
-        status = whole.stat()
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read ({error.strerror}).") from error
-    identity = [_FORMAT, str(whole), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    name = f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+    whole, name = _identified(path)
     problem: OSError | RuntimeError | None = None
     for place in (_usual, _spare):
         try:
@@ -106,6 +98,27 @@ def stand_in(path: Path) -> Path:
     )
 
 
+def made_before(path: Path) -> Path | None:
+    """The folder that stands for a GGUF file, if it is there.
+
+    Raises:
+        ModelLoadError: the file cannot be read.
+    """
+    folder = cache_folder("gguf") / _identified(path)[1]
+    return folder if folder.is_dir() else None
+
+
+def _identified(path: Path) -> tuple[Path, str]:
+    """The file itself, and the name of the folder that stands for it."""
+    try:
+        whole = path.resolve(strict=True)
+        status = whole.stat()
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror}).") from error
+    identity = [_FORMAT, str(whole), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    return whole, f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+
+
 def _usual() -> Path:
     folder = cache_folder("gguf")
     make_private(folder)
@@ -118,6 +131,8 @@ def _spare() -> Path:
 
 def _make(folder: Path, path: Path) -> None:
     """Beside its place, and renamed into it: no reader sees half of it, and two processes may make the same."""
+    from engine.model.gguf.container import read_gguf  # brings torch
+
     contents = _contents(read_gguf(path))
     draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
     try:
@@ -136,6 +151,9 @@ def _make(folder: Path, path: Path) -> None:
 
 def _contents(file: Gguf) -> dict[str, Any]:
     """The files of the folder."""
+    from engine.model.gguf.architectures import describe
+    from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
+
     _, config = describe(file)
     roles, ends = special_ids(file), end_ids(file)
     ids = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")} | {"eos_token_id": ends or None}
@@ -152,6 +170,8 @@ def _contents(file: Gguf) -> dict[str, Any]:
 
 def _dtype(file: Gguf) -> str:
     """The format to compute in: that of the largest tensor, bfloat16 where it is stored in few bits."""
+    import torch
+
     largest = max(file.tensors.values(), key=lambda info: info.size, default=None)
     plain = None if largest is None else largest.format.plain
     return str(plain if plain in (torch.float32, torch.float16) else torch.bfloat16).removeprefix("torch.")

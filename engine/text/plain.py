@@ -1,0 +1,166 @@
+"""A tokenizer.json and plain settings, as `transformers` reads them, without `transformers`: its import takes half a
+second and 20 MB, and it parses the whole file twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+# Settings that change nothing of what is read here.
+_IDLE = frozenset(
+    {
+        "add_bos_token", "add_eos_token", "backend", "clean_up_tokenization_spaces", "is_local", "local_files_only",
+        "made_from", "model_max_length", "padding_side", "tokenizer_class",
+    }
+)  # fmt: skip
+# What the settings may say besides, and of which type.
+_TYPES: dict[str, type] = {
+    **dict.fromkeys((*NAMED, "chat_template", "source_lang", "target_lang", "truncation_side"), str),
+    **dict.fromkeys((*_EXTRA, "model_input_names"), list),
+    "added_tokens_decoder": dict,
+}
+_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
+
+
+class PlainTokenizer:
+    """What `PreTrainedTokenizerFast` is to `engine.text.tokenizer.Tokenizer`.
+
+    Args:
+        backend: of the tokenizers library; special tokens that it lacks are added.
+        settings: of tokenizer_config.json.
+        chat_template: Jinja, or None.
+
+    Attributes:
+        special_tokens_map: the special tokens that have a name, by these.
+        all_special_tokens: these and the others, each once.
+    """
+
+    is_fast = True
+
+    def __init__(self, backend: Tokenizer, settings: Mapping[str, Any], chat_template: str | None):
+        self._tokenizer = backend
+        self.init_kwargs = dict(settings)
+        self.chat_template = chat_template
+        self.truncation_side = settings.get("truncation_side", "right")
+        self.model_input_names = settings.get("model_input_names", ["input_ids", "attention_mask"])
+        self.special_tokens_map: dict[str, str] = {name: settings[name] for name in NAMED if name in settings}
+        extra: list[str] = next((settings[name] for name in _EXTRA[::-1] if settings.get(name)), [])
+        self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *extra]))
+        self._add(settings.get("added_tokens_decoder", {}))
+        if backend.post_processor is None:
+            from tokenizers import processors
+
+            backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+
+    def _add(self, decoder: Mapping[str, Any]) -> None:
+        """Add the tokens that the settings name and the tokenizer.json does not, in the order of `transformers`."""
+        from tokenizers import AddedToken
+
+        present = self._tokenizer.get_added_tokens_decoder().values()
+        written, named = {repr(token) for token in present}, set(self.special_tokens_map.values())
+        listed = [AddedToken(**token) for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))]
+        missing = [token for token in listed if repr(token) not in written]
+        for token in missing:
+            token.special = token.special or token.content in named
+        known = {token.content for token in (*present, *missing)}
+        missing += [AddedToken(text, special=True) for text in self.all_special_tokens if text not in known]
+        if missing:
+            self._tokenizer.add_tokens(missing)
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def __getattr__(self, name: str) -> Any:
+        """bos_token, bos_token_id, and so on; None for a token that there is not."""
+        text = name.removesuffix("_id")
+        if text not in NAMED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        token = self.special_tokens_map.get(text)
+        return token if text == name or token is None else self.convert_tokens_to_ids(token)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The token's id; that of the unknown token if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        if found is None and token != self.special_tokens_map.get("unk_token"):
+            found = self.unk_token_id
+        return found
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        """How the vocabulary writes a token."""
+        found: str | None = self._tokenizer.id_to_token(token)
+        return found
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Ids to text."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Messages to a prompt, in the sandbox of `transformers`; `tokenize` is False.
+
+        Raises:
+            ValueError: there are no messages, or an answer is to be both continued and begun.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+
+        if not messages:
+            raise ValueError("Cannot apply chat template to an empty conversation. Provide at least one message.")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt are not compatible.")
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        texts, _ = render_jinja_template(
+            conversations=[given],
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template or self.chat_template,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            **self.special_tokens_map | variables,
+        )
+        return str(texts[0])
+
+
+def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | None:
+    """The tokenizer of a folder whose settings are plain; None where `transformers` has to read it.
+
+    Args:
+        folder: has a tokenizer.json, for which `transformers` has no class of its own.
+        settings: of tokenizer_config.json.
+
+    Raises:
+        Exception: the tokenizers library cannot read the file.
+    """
+    given = {name: value for name, value in settings.items() if value is not None and name not in _IDLE}
+    plain = (
+        all(isinstance(value, _TYPES.get(name, ())) for name, value in given.items())
+        and all(isinstance(token, str) for name in _EXTRA for token in given.get(name, ()))
+        and given.get("truncation_side", "right") in ("left", "right")
+        and not any((folder / name).exists() for name in _OTHER_FILES)
+    )
+    if not plain:
+        return None
+    from tokenizers import Tokenizer  # an engine that reads none needs no such library
+
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tidies = bool(settings.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
+    if backend.truncation is not None or backend.padding is not None or tidies:
+        return None
+    template = folder / "chat_template.jinja"
+    own = template.read_text(encoding="utf-8") if template.is_file() else given.get("chat_template")
+    return PlainTokenizer(backend, given, own)

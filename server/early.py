@@ -1,0 +1,51 @@
+"""What is done while the engine's process imports torch and loads: it would take its time after that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from engine import ConfigError, EngineConfig, ModelLoadError
+from engine.process.known import Known, decode_known, known_folder
+from engine.text.processor import load_tokenizer
+from server.config.settings import ServerSettings
+from server.facts import EarlyTokenizer
+from server.workers.pool import RefusedError, WorkerLostError, WorkerPool
+
+logger = logging.getLogger("octavo.server")
+
+_TIME_LIMIT = 60.0  # seconds for a config
+
+
+def import_app() -> None:
+    """Import the routes and what serves them, which takes half a second."""
+    from server import app, lone  # noqa: F401
+
+
+def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
+    """What a worker finds of the model; nothing where it finds none, and the engine has to."""
+    if config.distributed_executor_backend != "uni" or known_folder(config.model) is None:
+        return Known()
+    try:
+        return decode_known(asyncio.run(workers.run("config", config.model, bytes, _TIME_LIMIT)))
+    except (OSError, RefusedError, RuntimeError, WorkerLostError) as error:  # TimeoutError is an OSError
+        logger.debug("the engine will read the config itself: %s", error)
+        return Known()
+
+
+def read_early(config: EngineConfig, settings: ServerSettings) -> EarlyTokenizer | None:
+    """The tokenizer that the model will probably have, and what reads its answers; None where that is not known, or
+    where it cannot be read, which is said once the engine has loaded."""
+    from server.app import make_reader
+
+    source = config.tokenizer or known_folder(config.model)
+    if source is None or config.skip_tokenizer_init:
+        return None
+    revision = config.revision if config.tokenizer else None
+    try:
+        tokenizer = load_tokenizer(source, revision=revision, hf_token=config.hf_token, alone=True)
+        make_reader(tokenizer, settings)
+    except (ConfigError, ModelLoadError) as error:
+        logger.debug("the tokenizer will be read later: %s", error)
+        return None
+    return EarlyTokenizer(str(source), tokenizer)

@@ -1,0 +1,11 @@
+"""The config of a model, for the engine: the job of a worker, which has `transformers`, so that neither the engine nor
+the process that answers HTTP needs it."""
+
+from __future__ import annotations
+
+from engine.process.known import encode, find_known
+
+
+def find_config(model: str) -> bytes:
+    """What is known of a model, as it is sent."""
+    return encode(find_known(model))
