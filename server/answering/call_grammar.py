@@ -40,7 +40,7 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     before, rules = _reasoning(parsing, quoted)
     if tools is None or format is None:
         return "\n".join([f"start: {before} @answer", *rules, *_TERMINALS]) if formed and before else None
-    if not (formed or tools.forced or any(one.strict for one in tools.functions)):
+    if not (formed or tools.forced or tools.allowed is not None or any(one.strict for one in tools.functions)):
         return None
     if format.writing is None:
         raise ValueError(f"calls in the form of {format.models} ({format.name}) cannot be enforced")

@@ -38,6 +38,7 @@ class Tools:
         shown: the same as the template gets them: {"type": "function", "function": {...}} each.
         choice: auto, or required: at least one.
         named: the one that must be called, if any is.
+        allowed: the only ones that may be, where not all that are shown may.
         parallel: an answer may hold several calls.
         characters: of all strings in `shown`.
     """
@@ -46,6 +47,7 @@ class Tools:
     shown: list[dict[str, Any]]
     choice: str = "auto"
     named: str | None = None
+    allowed: frozenset[str] | None = None
     parallel: bool = True
     characters: int = 0
 
@@ -57,7 +59,8 @@ class Tools:
     @property
     def callable(self) -> tuple[Function, ...]:
         """Those that the answer may call."""
-        return tuple(item for item in self.functions if self.named in (None, item.name))
+        only = self.allowed if self.named is None else (self.named,)
+        return tuple(item for item in self.functions if only is None or item.name in only)
 
     @property
     def forced(self) -> bool:
@@ -70,7 +73,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
 
     Args:
         given: as OpenAI's `tools`.
-        choice: as `tool_choice`: none, auto, required, or the function that must be called.
+        choice: as `tool_choice`: none, auto, required, the function that must be called, or those that may be.
         parallel: as `parallel_tool_calls`.
 
     Raises:
@@ -92,6 +95,9 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         _fail("tools", f"tools holds two functions of the name {shown(twice)}; a call could not tell them apart.")
+    allowed = None
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _read_allowed(choice.get("allowed_tools"), names)
     kind, named = _read_choice(choice, names)
     if kind == "none":
         return None
@@ -100,6 +106,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
         shown=shown_,
         choice=kind,
         named=named,
+        allowed=allowed,
         parallel=parallel is not False,
         characters=characters,
     )
@@ -129,6 +136,16 @@ def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str,
     value = function.get(name)
     if value is not None and not isinstance(value, kind):
         _fail(f"{where}.{name}", f"{where}.{name} must be {wanted}, got {shown(value)}.")
+
+
+def _read_allowed(given: Any, names: Sequence[str]) -> tuple[str, frozenset[str]]:
+    """Whether one of them must be called, and their names."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
+        _fail(where, f"{where} must be an object with mode (auto or required) and tools, got {shown(given)}.")
+    if not isinstance(given.get("tools"), list) or not given["tools"]:
+        _fail(f"{where}.tools", f"{where}.tools must be a non-empty list, got {shown(given.get('tools'))}.")
+    return given["mode"], frozenset(_read_choice(tool, names)[1] or "" for tool in given["tools"])
 
 
 def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str | None]:
