@@ -234,6 +234,18 @@ def test_what_runs_or_is_seen_elsewhere_is_left_out_and_named() -> None:
     assert alone.status_code == 200, "no tool is left, and none has to be called"
 
 
+def test_a_model_whose_template_knows_no_tools_can_be_made_to_call_them() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+    asked = asking(tools=[TOOL], tool_choice={"type": "any"}, system="Be brief.")
+    api = Conversing(saying(CALL), template=template)
+    (call,) = api.post(PATH, asked).json()["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    assert api.prompts[0].startswith("system:Be brief.\n\nYou can call these functions.")
+    assert '"weather"' in api.params.structured_outputs.grammar
+    refused = Conversing(saying(CALL), template=template, tool_prompt="off").post(PATH, asked)
+    assert (refused.status_code, "knows no tools" in refused.text) == (400, True)
+
+
 def test_an_answer_gets_the_room_that_is_left() -> None:
     for words, params in ((saying("a"), {}), (saying("a", finish="length"), {"stream": True})):
         api = Conversing(words)

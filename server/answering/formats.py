@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,15 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """How one model's answers are read. Both None: as they are."""
+    """How one model's answers are read. Both None: as they are.
+
+    Attributes:
+        prompted: its templates know no tools: a system message tells the model of them, and how it is to call them.
+    """
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    prompted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,15 @@ def choose_formats(
         calls=own.calls if calls == AUTO and own.calls is not None else found.calls,
         reasoning=own.reasoning if reasoning == AUTO and own.reasoning is not None else found.reasoning,
     )
+
+
+def prompted(formats: Formats) -> Formats:
+    """The same of a model whose templates know no tools. It is told to write calls as Hermes does, which most models
+    have seen, unless it has a way of its own that can be told."""
+    calls = formats.calls
+    if calls is None or calls.writing is None:
+        calls = _call_format(next(file for file in _files(CALLS) if file.name == "hermes"))
+    return replace(formats, calls=calls, prompted=True)
 
 
 def _own_formats(template: Mapping[str, Any]) -> Formats:
