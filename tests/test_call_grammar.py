@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.conversing import PARSERS, Conversing, saying
 
 from engine import StructuredOutputsParams
 from engine.text.grammars import grammar_text
 from server.answering.call_grammar import call_grammar
 from server.answering.formats import CALLS, _files, choose_formats
+from server.answering.lark_regex import lark_to_regex
 from server.answering.parsing import AnswerParser, AnswerReader, Parsing
 from server.answering.parts import Call, Reasoning
 from server.answering.tools import read_tools
@@ -256,3 +258,75 @@ def test_whatever_the_grammar_allows_is_read_as_calls(name: str, choice: str) ->
         assert calls or choice == "auto", written
     assert complete >= 4
     assert called
+
+
+# A custom tool's grammar, with one of each thing that is read.
+EDITS = r"""
+// Edits of a file.
+start: head edit+ tail?
+head: "[edit \"a\"]" NL
+?edit.2: (add | drop) NL -> change
+    | "=" DIGIT ~ 1..2 NL
+add: "+" /[^\n\/]*/ | "++" "a".."c"
+drop: "drop"i [" all"]
+tail: "[end]"
+NL: LF
+%import common.LF
+%import common.DIGIT
+"""
+HEAD = '[edit "a"]\n'
+FITTING = (f"{HEAD}+a\\b\n", f"{HEAD}+\n=1\n=23\n[end]", f"{HEAD}++c\n", f"{HEAD}DROP all\ndrop\n")
+UNFITTING = (
+    "",
+    HEAD,
+    f"{HEAD}+a",
+    f"{HEAD}+a/b\n",
+    f"{HEAD}=\n",
+    f"{HEAD}=123\n",
+    f"{HEAD}+a\n[end]\n",
+    f"{HEAD}drops\n",
+)
+
+
+def test_a_grammar_without_recursion_is_an_expression() -> None:
+    expression, known = lark_to_regex(EDITS), EDITS.replace("edit.2", "edit")  # llguidance knows no priorities
+    for text in (*FITTING, *UNFITTING):
+        expected = text in FITTING
+        assert accepts(llguidance.grammar_from("lark", known), {}, text) == expected, text
+        assert accepts(llguidance.grammar_from("regex", expression), {}, text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('start: "(" start? ")"', "rule start leads back to itself"), ("start: a", "no rule a"), ("", "no rule start"),
+        ('start: ("a"', "not closed"), ('start: "a" )', "out of place"), ('start: "a" ~ b', "where a number"),
+        ('%ignore " "\nstart: "a"', "not supported"), ("start: $", "cannot be read"), ('"a"', "no rule in"),
+        ('start: a a\na: b b\nb: c c\nc: "' + "x" * 20_000 + '"', "more than 50000 characters"),
+    ],
+)  # fmt: skip
+def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lark_to_regex(grammar)
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "edit"}], ids=["auto", "forced"])
+def test_a_custom_tool_s_input_is_held_to_its_format(choice: Any) -> None:
+    format = {"type": "grammar", "syntax": "lark", "definition": EDITS}
+    api = Conversing(saying("ok"), **PARSERS)
+    tool = {"type": "custom", "name": "edit", "description": "Edits.", "format": format}
+    assert api.post("/v1/responses", {"input": "a", "tools": [tool], "tool_choice": choice}).status_code == 200
+    grammar = api.params.structured_outputs.grammar
+    for text in (*FITTING, *UNFITTING):
+        call = write("hermes", ("edit", json.dumps({"input": text})))
+        assert accepts(grammar, {}, call) == (text in FITTING), text
+    endless = {**tool, "format": {**format, "definition": 'start: "(" start? ")"'}}
+    answer = api.post("/v1/responses", {"input": "a", "tools": [endless]})
+    assert answer.headers["x-octavo-ignored-fields"] == "tools.edit.format"
+    number = {**tool, "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]{2}"}}
+    assert api.post("/v1/responses", {"input": "a", "tools": [number]}).status_code == 200
+    for text, fits in (("12", True), ("123", False)):
+        call = write("hermes", ("edit", json.dumps({"input": text})))
+        assert accepts(api.params.structured_outputs.grammar, {}, call) == fits
+    broken = {**tool, "format": {**number["format"], "definition": "("}}
+    assert api.post("/v1/responses", {"input": "a", "tools": [broken]}).status_code == 400

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from server.answering.lark_regex import lark_to_regex
 from server.answering.reading import Ignored, fail, read_text
 from server.api.structure import check_value
 from server.api.template_fields import MAX_FUNCTION_NAME
 from server.errors import shown
+
+logger = logging.getLogger("octavo.server")
 
 Tool = Mapping[str, Any]
 
@@ -34,6 +38,7 @@ class ResponseTools:
 
     Attributes:
         shown: those of the request that can be called, as the answer repeats them.
+        enforced: schemas that arguments are held to, by the function's name, beside those that the model is shown.
     """
 
     def __init__(self, ignored: Ignored):
@@ -41,6 +46,7 @@ class ResponseTools:
         self._chat: dict[str, dict[str, Any]] = {}
         self._called: dict[str, Called] = {}
         self.shown: list[dict[str, Any]] = []
+        self.enforced: dict[str, dict[str, Any]] = {}
 
     @property
     def chat(self) -> list[dict[str, Any]]:
@@ -81,9 +87,26 @@ class ResponseTools:
             fail("tools", f"tools holds two functions of the name {shown(name)}; a call could not tell them apart.")
         fields = _custom(tool, where) if called.custom else tool
         function = {field: fields[field] for field in _FUNCTION_FIELDS if fields.get(field) is not None}
+        self.enforced.pop(name, None)
+        if called.custom and (pattern := self._pattern(tool)) is not None:
+            self.enforced[name] = _input_schema({"type": "string", "pattern": f"^(?:{pattern})$"})
         self._called[name] = called
         self._chat[name] = {"type": "function", "function": {**function, "name": name}}
         return True
+
+    def _pattern(self, tool: Tool) -> str | None:
+        """What the input of a custom tool must match, as a regular expression."""
+        format_ = tool.get("format") or {}
+        if format_.get("type") != "grammar":
+            return None
+        if format_["syntax"] == "regex":
+            return str(format_["definition"])
+        try:
+            return lark_to_regex(format_["definition"])
+        except (ValueError, RecursionError) as problem:
+            logger.info("The format of a custom tool is not enforced: %s.", problem)
+            self._ignored.add(f"tools.{tool['name']}.format")
+            return None
 
     def _add_namespace(self, tool: Tool, where: str, *, again: bool) -> bool:
         name, inner = read_text(tool, "name", where, least=1, most=MAX_FUNCTION_NAME), tool.get("tools")
@@ -130,9 +153,12 @@ def _custom(tool: Tool, where: str) -> dict[str, Any]:
         if format_.get("syntax") not in ("lark", "regex"):
             fail(f"{place}.syntax", f"{place}.syntax must be lark or regex, got {shown(format_.get('syntax'))}.")
         described.append(f"The input has this form ({format_['syntax']}):\n{read_text(format_, 'definition', place)}")
-    text = {"type": "string", "description": "All of the text that the tool gets."}
-    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    parameters = _input_schema({"type": "string", "description": "All of the text that the tool gets."})
     return {"description": "\n".join(described) or None, "parameters": parameters}
+
+
+def _input_schema(text: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
 
 
 def function_name(name: str, namespace: str | None = None) -> str:

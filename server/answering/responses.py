@@ -256,6 +256,8 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return await ConversationRun.respond(self, request)
 
     async def prompts(self) -> list[Prompt]:
+        if self.tools is not None and self.called.enforced:
+            self.tools = self.tools.enforcing(self.called.enforced)
         with public_names(NAMES):
             prompts = await ConversationRun.prompts(self)
         if self.parsing is not None and self.shape.logprobs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from server.api.structure import check_value
@@ -61,6 +61,14 @@ class Tools:
         """Those that the answer may call."""
         only = self.allowed if self.named is None else (self.named,)
         return tuple(item for item in self.functions if only is None or item.name in only)
+
+    def enforcing(self, schemas: Mapping[str, Mapping[str, Any]]) -> Tools:
+        """The same, of which these functions get arguments of these schemas; the model is shown what it was."""
+        functions = [
+            replace(one, parameters=schemas[one.name], strict=True) if one.name in schemas else one
+            for one in self.functions
+        ]
+        return replace(self, functions=tuple(functions))
 
     @property
     def forced(self) -> bool:
