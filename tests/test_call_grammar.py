@@ -260,6 +260,37 @@ def test_whatever_the_grammar_allows_is_read_as_calls(name: str, choice: str) ->
     assert called
 
 
+def test_arguments_have_no_names_that_the_schema_lacks() -> None:
+    text = {"type": "string"}
+    inner = {"type": "object", "properties": {"c": text}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": inner,
+            "b": {"type": "array", "items": inner},
+            "d": {"type": "object"},
+            "e": {"anyOf": [inner, {"type": "null"}]},
+            "f": {"allOf": [inner, {"type": "object", "properties": {"g": text}}]},
+            "h": {"$ref": "#/$defs/h"},
+            "i": {"type": "object", "properties": {"c": text}, "additionalProperties": text},
+        },
+        "$defs": {"h": inner},
+    }
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    tools += [{"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}}]
+    parsing = AnswerReader(choose_formats("", "hermes", "none")).parsing(read_tools(tools, "required"), "")
+    assert parsing is not None
+    grammar = grammar_of(parsing, {})
+    known, other = {"c": "x"}, {"c": "x", "z": "x"}
+    for name in ("a", "b", "d", "e", "f", "h", "i"):
+        for value, fits in ((known, True), (other, name in "dfi")):
+            arguments = json.dumps({name: [value] if name == "b" else value})
+            assert accepts(grammar, {}, write("hermes", ("add", arguments))) == fits, arguments
+    assert not accepts(grammar, {}, write("hermes", ("add", '{"z": 1}')))
+    assert accepts(grammar, {}, write("hermes", ("stop", "{}")))
+    assert not accepts(grammar, {}, write("hermes", ("stop", '{"z": 1}')))
+
+
 # A custom tool's grammar, with one of each thing that is read.
 EDITS = r"""
 // Edits of a file.
@@ -312,7 +343,7 @@ def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> N
 
 @pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "edit"}], ids=["auto", "forced"])
 def test_a_custom_tool_s_input_is_held_to_its_format(choice: Any) -> None:
-    format = {"type": "grammar", "syntax": "lark", "definition": EDITS}
+    format: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": EDITS}
     api = Conversing(saying("ok"), **PARSERS)
     tool = {"type": "custom", "name": "edit", "description": "Edits.", "format": format}
     assert api.post("/v1/responses", {"input": "a", "tools": [tool], "tool_choice": choice}).status_code == 200
@@ -323,10 +354,11 @@ def test_a_custom_tool_s_input_is_held_to_its_format(choice: Any) -> None:
     endless = {**tool, "format": {**format, "definition": 'start: "(" start? ")"'}}
     answer = api.post("/v1/responses", {"input": "a", "tools": [endless]})
     assert answer.headers["x-octavo-ignored-fields"] == "tools.edit.format"
-    number = {**tool, "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]{2}"}}
+    digits = {**format, "syntax": "regex", "definition": "[0-9]{2}"}
+    number = {**tool, "format": digits}
     assert api.post("/v1/responses", {"input": "a", "tools": [number]}).status_code == 200
     for text, fits in (("12", True), ("123", False)):
         call = write("hermes", ("edit", json.dumps({"input": text})))
         assert accepts(api.params.structured_outputs.grammar, {}, call) == fits
-    broken = {**tool, "format": {**number["format"], "definition": "("}}
+    broken = {**tool, "format": {**digits, "definition": "("}}
     assert api.post("/v1/responses", {"input": "a", "tools": [broken]}).status_code == 400
