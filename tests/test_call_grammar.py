@@ -291,6 +291,28 @@ def test_arguments_have_no_names_that_the_schema_lacks() -> None:
     assert not accepts(grammar, {}, write("hermes", ("stop", '{"z": 1}')))
 
 
+@pytest.mark.parametrize(
+    ("schema", "dropped"),
+    [
+        ({"type": "integer", "enum": ["a", "b"]}, True), ({"type": ["integer", "null"], "enum": ["a"]}, True),
+        ({"type": "integer", "enum": [True]}, True), ({"type": "integer", "enum": ["a", 1]}, False),
+        ({"type": ["integer", "null"], "enum": [None]}, False), ({"type": "string", "enum": []}, False),
+        ({"enum": ["a"]}, False), ({"type": "colour", "enum": [1]}, False),
+    ],
+)  # fmt: skip
+def test_values_that_no_argument_can_have_are_dropped(schema: dict[str, Any], dropped: bool) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}, "required": ["a"]}
+    tool = {"name": "add", "input_schema": parameters}
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    api = Conversing(saying("ok"), **PARSERS)
+    answer = api.post("/v1/messages", asked)
+    assert answer.headers.get("x-octavo-ignored-fields") == ("tools.add.enum" if dropped else None)
+    if dropped:
+        forced = api.post("/v1/messages", {**asked, "tool_choice": {"type": "any"}})
+        assert forced.status_code == 200, forced.text
+        assert accepts(api.params.structured_outputs.grammar, {}, write("hermes", ("add", '{"a": [5]}')))
+
+
 # A custom tool's grammar, with one of each thing that is read.
 EDITS = r"""
 // Edits of a file.
@@ -334,6 +356,7 @@ def test_a_grammar_without_recursion_is_an_expression() -> None:
         ('start: ("a"', "not closed"), ('start: "a" )', "out of place"), ('start: "a" ~ b', "where a number"),
         ('%ignore " "\nstart: "a"', "not supported"), ("start: $", "cannot be read"), ('"a"', "no rule in"),
         ('start: a a\na: b b\nb: c c\nc: "' + "x" * 20_000 + '"', "more than 50000 characters"),
+        ("//" + "x" * 50_000, "at most 50000 are read"),
     ],
 )  # fmt: skip
 def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> None:

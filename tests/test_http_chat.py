@@ -371,7 +371,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"documents": ["x"]}, "documents[0]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

@@ -277,6 +277,7 @@ def with_block(block: Any, role: str = "user") -> dict[str, Any]:
         ({"messages": HELLO}, "max_tokens is required"), (asking([]), "at least one message"),
         (asking(max_tokens=0), "max_tokens"), (asking(["a"]), "messages[0]"),
         (asking([{"role": "tool", "content": "a"}]), "user, assistant or system, got 'tool'"),
+        (asking([{"role": [], "content": "a"}]), "messages[0].role"),
         (asking([{"role": "user", "content": []}]), "messages[0].content"),
         (with_block({"type": "smell"}), "messages[0].content[0].type is 'smell'"),
         (with_block({"type": "redacted_thinking", "data": "x"}, "assistant"), "something to read"),

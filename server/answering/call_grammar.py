@@ -8,19 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from server.answering.argument_schemas import closed
 from server.answering.formats import CallFormat, Writing
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
 
 # One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
-# Keywords of a JSON schema that hold schemas; in those under allOf nothing is closed, since others count beside them.
-_OF_SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf"}
-_OF_NAMED_SCHEMAS = {"properties", "$defs", "definitions"}
-_OPENING = {
-    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "allOf", "anyOf", "oneOf",
-    "$ref", "if", "not", "dependentSchemas",
-}  # fmt: skip
 _TERMINALS = (
     r"TEXT: /(.|\n)*/",
     r"SPACE: /[ \t\r\n]{0,8}/",
@@ -137,26 +131,8 @@ def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
     """The schema of a function's arguments, as far as answers are held to it."""
     schema: dict[str, Any] = {"type": "object"}
     if function.parameters is not None and (every or function.strict):
-        schema |= _closed(function.parameters)
+        schema |= closed(function.parameters)
     return schema
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names, and no others: where it leaves that open, a small model
-    that is led invents some. Objects that name none, and such as other schemas may add to, stay as they are."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    for name in _OF_SCHEMAS & schema.keys():
-        made[name] = _closed(schema[name])
-    for name in _OF_NAMED_SCHEMAS & schema.keys():
-        if isinstance(schema[name], dict):
-            made[name] = {key: _closed(value) for key, value in schema[name].items()}
-    if "properties" in schema and not _OPENING & schema.keys():
-        made["additionalProperties"] = False
-    return made
 
 
 def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:

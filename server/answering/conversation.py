@@ -97,7 +97,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         )
 
     def ignored_fields(self) -> list[str]:
-        return [*self.body.ignored_fields(), *self.ignored]
+        return [*self.body.ignored_fields(), *self.ignored, *(self.tools.ignored if self.tools is not None else ())]
 
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_MOST_CHARACTERS = 50_000  # of the expression
+_MOST_CHARACTERS = 50_000  # of the grammar, and of a rule that is written out
+_MOST_IN_ALL = 1_000_000  # of all rules that are written out
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\f]+ | //[^\n]* | \n(?=\s*(?:\||//|\n)))   # a rule goes on where a line begins with |
@@ -43,6 +44,8 @@ def lark_to_regex(grammar: str) -> str:
     Raises:
         ValueError: says what of the grammar no expression, or this module, can say.
     """
+    if len(grammar) > _MOST_CHARACTERS:
+        raise ValueError(f"the grammar has {len(grammar)} characters, and at most {_MOST_CHARACTERS} are read")
     return _Expander(_rules(grammar)).expanded("start")
 
 
@@ -97,6 +100,7 @@ class _Expander:
     rules: Mapping[str, list[Token]]
     done: dict[str, str] = field(default_factory=dict)
     within: list[str] = field(default_factory=list)
+    written: int = 0  # characters of all rules
 
     def expanded(self, name: str) -> str:
         """The expression of a rule."""
@@ -109,7 +113,8 @@ class _Expander:
             body = _Body(self, self.rules[name])
             self.done[name] = body.whole()
             self.within.pop()
-        if len(self.done[name]) > _MOST_CHARACTERS:
+            self.written += len(self.done[name])
+        if len(self.done[name]) > _MOST_CHARACTERS or self.written > _MOST_IN_ALL:
             raise ValueError(f"written out, its rule {name} has more than {_MOST_CHARACTERS} characters")
         return self.done[name]
 

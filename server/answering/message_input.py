@@ -55,7 +55,7 @@ def _document(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
     if kind == "text":
         text = read_text(source, "data", f"{where}.source")
     elif kind == "content":
-        text = read_parts(source.get("content"), f"{where}.source.content", _GIVEN, ignored)
+        text = read_parts(source.get("content"), f"{where}.source.content", _SHOWN, ignored)
     else:
         text = unseen("A document")(part, where, ignored)
     named = [part[name] for name in ("title", "context") if isinstance(part.get(name), str)]
@@ -64,13 +64,13 @@ def _document(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
 
 def _search_result(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
     named = [read_text(part, name, where) for name in ("title", "source")]
-    return "\n".join([*named, read_parts(part.get("content"), f"{where}.content", _GIVEN, ignored)])
+    return "\n".join([*named, read_parts(part.get("content"), f"{where}.content", _SHOWN, ignored)])
 
 
 _TEXT: dict[str, PartReader] = {"text": text_in("text")}
+_SHOWN: dict[str, PartReader] = {**_TEXT, "image": unseen("An image")}
 _GIVEN: dict[str, PartReader] = {
-    **_TEXT,
-    "image": unseen("An image"),
+    **_SHOWN,
     "document": _document,
     "search_result": _search_result,
     "tool_reference": text_in("tool_name"),
@@ -227,7 +227,7 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         if not isinstance(item, dict):
             fail(where, f"{where} must be an object with role and content, got {shown(item)}.")
         role, content = item.get("role"), item.get("content")
-        if role not in _READERS:
+        if not isinstance(role, str) or role not in _READERS:
             fail(f"{where}.role", f"{where}.role must be user, assistant or system, got {shown(role)}.")
         if isinstance(content, str):
             blocks: list[Any] = [{"type": "text", "text": content}]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from server.answering.argument_schemas import possible
 from server.api.structure import check_value
 from server.api.template_fields import FUNCTION_NAME, MAX_FUNCTION_NAME
 from server.errors import ApiError, shown
@@ -22,11 +23,13 @@ class Function:
         name: unique in its request.
         parameters: a JSON schema of the arguments, an object; None where any are allowed.
         strict: the arguments must match that schema.
+        dropped: it had lists of values that nothing could match, which are left out.
     """
 
     name: str
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,11 @@ class Tools:
     def names(self) -> frozenset[str]:
         """The names of all functions."""
         return frozenset(function.name for function in self.functions)
+
+    @property
+    def ignored(self) -> set[str]:
+        """What of them no answer can be held to, as the names of ignored fields."""
+        return {f"tools.{function.name}.enum" for function in self.functions if function.dropped}
 
     @property
     def callable(self) -> tuple[Function, ...]:
@@ -137,7 +145,8 @@ def _read_tool(tool: Any, where: str) -> Function:
     _check_type(function, "description", str, "a string", where)
     _check_type(function, "parameters", dict, "a JSON schema, which is an object", where)
     _check_type(function, "strict", bool, "true or false", where)
-    return Function(name=name, parameters=function.get("parameters"), strict=bool(function.get("strict")))
+    parameters, dropped = possible(function.get("parameters"))
+    return Function(name=name, parameters=parameters, strict=bool(function.get("strict")), dropped=dropped)
 
 
 def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str, where: str) -> None:

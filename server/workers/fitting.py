@@ -167,13 +167,17 @@ def _follow(messages: Messages, first: str, second: str) -> bool:
 
 
 def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
-    """Neighbours as one message, which has the first one's fields and the second one's calls."""
-    made: Messages = []
+    """Neighbours as one message, which has the first one's fields and the last one's calls."""
+    runs: list[Messages] = []
     for message in messages:
-        if made and not made[-1].get("tool_calls") and joins(made[-1], message):
-            texts = [one["content"] for one in (made[-1], message) if one["content"]]
-            calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
-            made[-1] = {**made[-1], "content": _PARAGRAPH.join(texts), **calls}
+        if runs and not runs[-1][-1].get("tool_calls") and joins(runs[-1][0], message):
+            runs[-1].append(message)
         else:
-            made.append(message)
-    return made
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _one(run) for run in runs]
+
+
+def _one(run: Messages) -> dict[str, Any]:
+    calls = {"tool_calls": run[-1]["tool_calls"]} if run[-1].get("tool_calls") else {}
+    texts = [message["content"] for message in run if message["content"]]
+    return {**run[0], "content": _PARAGRAPH.join(texts), **calls}
