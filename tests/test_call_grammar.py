@@ -40,7 +40,8 @@ MARKS = (
     "<think>", "</think>",
 )  # fmt: skip
 SPECIAL = {257 + index: mark for index, mark in enumerate(MARKS)}
-WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] is not None)
+# Arguments are one JSON object in these.
+WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] and "pair" not in file.said["writes"])
 
 
 class Vocabulary:
@@ -311,6 +312,50 @@ def test_values_that_no_argument_can_have_are_dropped(schema: dict[str, Any], dr
         forced = api.post("/v1/messages", {**asked, "tool_choice": {"type": "any"}})
         assert forced.status_code == 200, forced.text
         assert accepts(api.params.structured_outputs.grammar, {}, write("hermes", ("add", '{"a": [5]}')))
+
+
+def in_xml(name: str, **values: str) -> str:
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+def test_calls_in_xml_are_held_to_their_schemas_and_read(special: Mapping[int, str]) -> None:
+    properties = {
+        "path": {"type": "string"},
+        "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
+        "mode": {"type": "string", "enum": ["r", "w"]},
+        "all": {"type": "boolean"},
+    }
+    shared = {"line": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["path", "mode"], "$defs": shared}
+    functions = [{"name": "open", "parameters": parameters, "strict": True}, {"name": "stop", "parameters": None}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    reader = AnswerReader(choose_formats("", "qwen3_xml", "think"), special)
+    text = 'a <b> {"c"}\n</param\n'
+    one, stop = in_xml("open", path=text, mode="r"), in_xml("stop")
+    whole = in_xml("open", path=text, lines="[1, 2]", mode="w", all="true")
+    wrong = [
+        in_xml("open", mode="r"), in_xml("open", path="a", mode="x"), in_xml("open", mode="r", path="a"),
+        in_xml("open", path="a", lines='["b"]', mode="r"), in_xml("shut"), one[:-5],
+    ]  # fmt: skip
+    for choice in ("required", "auto", {"type": "function", "function": {"name": "open"}}):
+        parsing = reader.parsing(read_tools(tools, choice), "")
+        assert parsing is not None
+        grammar = grammar_of(parsing, special)
+        for right in (one, whole, *((f"{one}\n{stop}", in_xml("stop", any="x")) if isinstance(choice, str) else ())):
+            assert accepts(grammar, special, right), (choice, right)
+        for text_ in wrong:
+            assert not accepts(grammar, special, text_), (choice, text_)
+        assert accepts(grammar, special, "Hello <tool") == (choice == "auto")
+        parser = AnswerParser(parsing)
+        read = [part for part in (*parser.feed(whole), *parser.finish()) if isinstance(part, Call)]
+        arguments = json.loads("".join(part.arguments for part in read))
+        assert arguments == {"path": text, "lines": [1, 2], "mode": "w", "all": True}
+    free = reader.parsing(read_tools(tools, "auto"), "")
+    assert free is not None
+    for answer, fits in (('{"c":true}', True), (one, True), (wrong[0], False), ("Hello", False)):
+        assert around(free, special, answer) == fits, answer
 
 
 # A custom tool's grammar, with one of each thing that is read.

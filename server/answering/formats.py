@@ -25,11 +25,22 @@ _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """How an argument is written: begin NAME middle VALUE end."""
+
+    begin: str
+    middle: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
     """How a model of the family writes calls: first, then begin NAME middle ARGUMENTS end for each, then last.
 
     Attributes:
         between: stands between two calls; None where there can be only one.
+        pair: how each argument stands there by itself, text as it is and all else as JSON; None where they are one
+            JSON object.
     """
 
     first: str
@@ -38,6 +49,7 @@ class Writing:
     end: str
     between: str | None
     last: str
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +180,7 @@ def prompted(formats: Formats) -> Formats:
     """The same of a model whose templates know no tools. It is told to write calls as Hermes does, which most models
     have seen, unless it has a way of its own that can be told."""
     calls = formats.calls
-    if calls is None or calls.writing is None:
+    if calls is None or calls.writing is None or calls.writing.pair is not None:
         calls = _call_format(next(file for file in _files(CALLS) if file.name == "hermes"))
     return replace(formats, calls=calls, prompted=True)
 
@@ -206,5 +218,10 @@ def _call_format(file: _File) -> CallFormat:
         head=head,
         field=as_data or None,
         known_names_only=bool(said.get("known_names_only")),
-        writing=None if said["writes"] is None else Writing(**said["writes"]),
+        writing=None if said["writes"] is None else _writing(said["writes"]),
     )
+
+
+def _writing(said: Mapping[str, Any]) -> Writing:
+    pair = said.get("pair")
+    return Writing(**{**said, "pair": None if pair is None else Pair(**pair)})

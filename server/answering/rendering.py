@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine.text.processor import Tokenizer
@@ -200,7 +200,9 @@ class ChatRenderer:
 
 def _writing(formats: Formats) -> Writing | None:
     written = None if formats.calls is None else formats.calls.writing
-    return None if written is None else Writing(**asdict(written))
+    if written is None or written.pair is not None:  # its template writes the calls itself
+        return None
+    return Writing(written.first, written.begin, written.middle, written.end, written.between, written.last)
 
 
 def _fitted(
