@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test test-all test-real test-examples test-browser lint docs docs-site install lock release clean
+.PHONY: serve test test-all test-real test-examples test-browser test-agents lint docs docs-site install lock release clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
@@ -28,6 +28,10 @@ test-examples:
 # The playground in a headless Chromium; needs Node.js, npm and Chromium.
 test-browser:
 	@$(PYTHON) tools/setup.py test-browser $(ARGS)
+
+# Claude Code and Codex against a scripted model; needs Node.js and npm, and 660 MB for the agents.
+test-agents:
+	@$(PYTHON) tools/setup.py test-agents $(ARGS)
 
 lint:
 	@$(PYTHON) tools/setup.py lint

@@ -18,7 +18,7 @@ from engine import EngineInfo, parse_bytes
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
-from server.answering.formats import Formats, choose_formats
+from server.answering.formats import NONE, Formats, choose_formats, prompted
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import MAX_TOKENIZED, Room
@@ -241,12 +241,15 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
     """
     if tokenizer is None:
         return AnswerReader(Formats())
+    templates = tokenizer.all_chat_templates
     formats = choose_formats(
-        tokenizer.all_chat_templates,
+        templates,
         settings.tool_call_parser,
         settings.reasoning_parser,
         tokenizer.response_template,
     )
+    if settings.tool_prompt == "auto" and settings.tool_call_parser != NONE and templates and "tools" not in templates:
+        formats = prompted(formats)
     return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id)
 
 

@@ -166,7 +166,7 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, room, rendering)
+        return await self.renderer.prompt(self.tokenizer, messages, room, rendering, self.answers.formats)
 
 
 async def get_service(request: Request) -> Service:

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.conversing import PARSERS, Conversing, saying
 
 from engine import StructuredOutputsParams
 from engine.text.grammars import grammar_text
 from server.answering.call_grammar import call_grammar
 from server.answering.formats import CALLS, _files, choose_formats
+from server.answering.lark_regex import lark_to_regex
 from server.answering.parsing import AnswerParser, AnswerReader, Parsing
 from server.answering.parts import Call, Reasoning
 from server.answering.tools import read_tools
@@ -38,7 +40,8 @@ MARKS = (
     "<think>", "</think>",
 )  # fmt: skip
 SPECIAL = {257 + index: mark for index, mark in enumerate(MARKS)}
-WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] is not None)
+# Arguments are one JSON object in these.
+WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] and "pair" not in file.said["writes"])
 
 
 class Vocabulary:
@@ -256,3 +259,174 @@ def test_whatever_the_grammar_allows_is_read_as_calls(name: str, choice: str) ->
         assert calls or choice == "auto", written
     assert complete >= 4
     assert called
+
+
+def test_arguments_have_no_names_that_the_schema_lacks() -> None:
+    text = {"type": "string"}
+    inner = {"type": "object", "properties": {"c": text}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": inner,
+            "b": {"type": "array", "items": inner},
+            "d": {"type": "object"},
+            "e": {"anyOf": [inner, {"type": "null"}]},
+            "f": {"allOf": [inner, {"type": "object", "properties": {"g": text}}]},
+            "h": {"$ref": "#/$defs/h"},
+            "i": {"type": "object", "properties": {"c": text}, "additionalProperties": text},
+        },
+        "$defs": {"h": inner},
+    }
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    tools += [{"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}}]
+    parsing = AnswerReader(choose_formats("", "hermes", "none")).parsing(read_tools(tools, "required"), "")
+    assert parsing is not None
+    grammar = grammar_of(parsing, {})
+    known, other = {"c": "x"}, {"c": "x", "z": "x"}
+    for name in ("a", "b", "d", "e", "f", "h", "i"):
+        for value, fits in ((known, True), (other, name in "dfi")):
+            arguments = json.dumps({name: [value] if name == "b" else value})
+            assert accepts(grammar, {}, write("hermes", ("add", arguments))) == fits, arguments
+    assert not accepts(grammar, {}, write("hermes", ("add", '{"z": 1}')))
+    assert accepts(grammar, {}, write("hermes", ("stop", "{}")))
+    assert not accepts(grammar, {}, write("hermes", ("stop", '{"z": 1}')))
+
+
+@pytest.mark.parametrize(
+    ("schema", "dropped"),
+    [
+        ({"type": "integer", "enum": ["a", "b"]}, True), ({"type": ["integer", "null"], "enum": ["a"]}, True),
+        ({"type": "integer", "enum": [True]}, True), ({"type": "integer", "enum": ["a", 1]}, False),
+        ({"type": ["integer", "null"], "enum": [None]}, False), ({"type": "string", "enum": []}, False),
+        ({"enum": ["a"]}, False), ({"type": "colour", "enum": [1]}, False),
+    ],
+)  # fmt: skip
+def test_values_that_no_argument_can_have_are_dropped(schema: dict[str, Any], dropped: bool) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}, "required": ["a"]}
+    tool = {"name": "add", "input_schema": parameters}
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    api = Conversing(saying("ok"), **PARSERS)
+    answer = api.post("/v1/messages", asked)
+    assert answer.headers.get("x-octavo-ignored-fields") == ("tools.add.enum" if dropped else None)
+    if dropped:
+        forced = api.post("/v1/messages", {**asked, "tool_choice": {"type": "any"}})
+        assert forced.status_code == 200, forced.text
+        assert accepts(api.params.structured_outputs.grammar, {}, write("hermes", ("add", '{"a": [5]}')))
+
+
+def in_xml(name: str, **values: str) -> str:
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+def test_calls_in_xml_are_held_to_their_schemas_and_read(special: Mapping[int, str]) -> None:
+    properties = {
+        "path": {"type": "string"},
+        "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
+        "mode": {"type": "string", "enum": ["r", "w"]},
+        "all": {"type": "boolean"},
+    }
+    shared = {"line": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["path", "mode"], "$defs": shared}
+    functions = [{"name": "open", "parameters": parameters, "strict": True}, {"name": "stop", "parameters": None}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    reader = AnswerReader(choose_formats("", "qwen3_xml", "think"), special)
+    text = 'a <b> {"c"}\n</param\n'
+    one, stop = in_xml("open", path=text, mode="r"), in_xml("stop")
+    whole = in_xml("open", path=text, lines="[1, 2]", mode="w", all="true")
+    wrong = [
+        in_xml("open", mode="r"), in_xml("open", path="a", mode="x"), in_xml("open", mode="r", path="a"),
+        in_xml("open", path="a", lines='["b"]', mode="r"), in_xml("shut"), one[:-5],
+    ]  # fmt: skip
+    for choice in ("required", "auto", {"type": "function", "function": {"name": "open"}}):
+        parsing = reader.parsing(read_tools(tools, choice), "")
+        assert parsing is not None
+        grammar = grammar_of(parsing, special)
+        for right in (one, whole, *((f"{one}\n{stop}", in_xml("stop", any="x")) if isinstance(choice, str) else ())):
+            assert accepts(grammar, special, right), (choice, right)
+        for text_ in wrong:
+            assert not accepts(grammar, special, text_), (choice, text_)
+        assert accepts(grammar, special, "Hello <tool") == (choice == "auto")
+        parser = AnswerParser(parsing)
+        read = [part for part in (*parser.feed(whole), *parser.finish()) if isinstance(part, Call)]
+        arguments = json.loads("".join(part.arguments for part in read))
+        assert arguments == {"path": text, "lines": [1, 2], "mode": "w", "all": True}
+    free = reader.parsing(read_tools(tools, "auto"), "")
+    assert free is not None
+    for answer, fits in (('{"c":true}', True), (one, True), (wrong[0], False), ("Hello", False)):
+        assert around(free, special, answer) == fits, answer
+
+
+# A custom tool's grammar, with one of each thing that is read.
+EDITS = r"""
+// Edits of a file.
+start: head edit+ tail?
+head: "[edit \"a\"]" NL
+?edit.2: (add | drop) NL -> change
+    | "=" DIGIT ~ 1..2 NL
+add: "+" /[^\n\/]*/ | "++" "a".."c"
+drop: "drop"i [" all"]
+tail: "[end]"
+NL: LF
+%import common.LF
+%import common.DIGIT
+"""
+HEAD = '[edit "a"]\n'
+FITTING = (f"{HEAD}+a\\b\n", f"{HEAD}+\n=1\n=23\n[end]", f"{HEAD}++c\n", f"{HEAD}DROP all\ndrop\n")
+UNFITTING = (
+    "",
+    HEAD,
+    f"{HEAD}+a",
+    f"{HEAD}+a/b\n",
+    f"{HEAD}=\n",
+    f"{HEAD}=123\n",
+    f"{HEAD}+a\n[end]\n",
+    f"{HEAD}drops\n",
+)
+
+
+def test_a_grammar_without_recursion_is_an_expression() -> None:
+    expression, known = lark_to_regex(EDITS), EDITS.replace("edit.2", "edit")  # llguidance knows no priorities
+    for text in (*FITTING, *UNFITTING):
+        expected = text in FITTING
+        assert accepts(llguidance.grammar_from("lark", known), {}, text) == expected, text
+        assert accepts(llguidance.grammar_from("regex", expression), {}, text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('start: "(" start? ")"', "rule start leads back to itself"), ("start: a", "no rule a"), ("", "no rule start"),
+        ('start: ("a"', "not closed"), ('start: "a" )', "out of place"), ('start: "a" ~ b', "where a number"),
+        ('%ignore " "\nstart: "a"', "not supported"), ("start: $", "cannot be read"), ('"a"', "no rule in"),
+        ('start: a a\na: b b\nb: c c\nc: "' + "x" * 20_000 + '"', "more than 50000 characters"),
+        ("//" + "x" * 50_000, "at most 50000 are read"),
+    ],
+)  # fmt: skip
+def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lark_to_regex(grammar)
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "edit"}], ids=["auto", "forced"])
+def test_a_custom_tool_s_input_is_held_to_its_format(choice: Any) -> None:
+    format: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": EDITS}
+    api = Conversing(saying("ok"), **PARSERS)
+    tool = {"type": "custom", "name": "edit", "description": "Edits.", "format": format}
+    assert api.post("/v1/responses", {"input": "a", "tools": [tool], "tool_choice": choice}).status_code == 200
+    grammar = api.params.structured_outputs.grammar
+    for text in (*FITTING, *UNFITTING):
+        call = write("hermes", ("edit", json.dumps({"input": text})))
+        assert accepts(grammar, {}, call) == (text in FITTING), text
+    endless = {**tool, "format": {**format, "definition": 'start: "(" start? ")"'}}
+    answer = api.post("/v1/responses", {"input": "a", "tools": [endless]})
+    assert answer.headers["x-octavo-ignored-fields"] == "tools.edit.format"
+    digits = {**format, "syntax": "regex", "definition": "[0-9]{2}"}
+    number = {**tool, "format": digits}
+    assert api.post("/v1/responses", {"input": "a", "tools": [number]}).status_code == 200
+    for text, fits in (("12", True), ("123", False)):
+        call = write("hermes", ("edit", json.dumps({"input": text})))
+        assert accepts(api.params.structured_outputs.grammar, {}, call) == fits
+    broken = {**tool, "format": {**digits, "definition": "("}}
+    assert api.post("/v1/responses", {"input": "a", "tools": [broken]}).status_code == 400

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer, Rendering
 from server.answering.tools import read_tools
 from server.errors import ApiError
+from server.workers.fitting import Roles, Writing, mark, probe, shows_all
 from server.workers.pool import WorkerPool
+from server.workers.templates import Conversation
+from server.workers.templates import render as render_job
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 ROOM = Room(100_000, "messages")
@@ -50,7 +54,11 @@ CONVERSATION = [
     {"role": "tool", "tool_call_id": "abcdef123", "content": "five"},
 ]
 # What transformers' sandbox or its own arguments do not allow.
-REFUSED = {"Kimi-K2-Instruct", "Kimi-K2-Thinking", "fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"}
+REFUSED = {"fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"}
+# These show no call, or fail on one: it is written into the assistant's text.
+WITHOUT_CALLS = {
+    "ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct", "Kimi-K2-Instruct", "Kimi-K2-Thinking",
+}  # fmt: skip
 
 
 def tokenizer_of(name: str) -> Tokenizer:
@@ -98,9 +106,9 @@ def test_real_templates_render_calls_as_transformers_does(pool: WorkerPool) -> N
             with contextlib.suppress(InvalidRequestError):
                 messages = as_documented(CONVERSATION, content, arguments)
                 expected.append(tokenizer.apply_chat_template(messages, tools=TOOLS))
-        assert text == expected[0], f"{path.stem}: not the documented form, where the template takes that"
+        assert (text in expected[:1]) == (path.stem not in WITHOUT_CALLS), f"{path.stem}: not the documented form"
         assert "five" in text, path.stem
-        assert "drei" in text or path.stem in ("ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct")
+        assert "drei" in text, path.stem
         rendered.add(path.stem)
     assert refused == REFUSED
     assert all("tools" not in (TEMPLATES / f"{name}.jinja").read_text() for name in ignorant)
@@ -129,6 +137,97 @@ def test_variables_reach_a_real_template(pool: WorkerPool) -> None:
     assert render(pool, qwen, hello).endswith("<|im_start|>assistant\n")
     without = render(pool, qwen, hello, variables={"enable_thinking": False})
     assert without.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+# Orders of roles that agents send: Codex, Claude Code, both after a call, and a conversation that was resumed.
+ORDERS: list[Roles] = [
+    ("developer", "system", "user", "user"),
+    ("system", "user", "system"),
+    ("system", "user", "assistant", "system", "user"),
+    ("user", "user", "assistant", "assistant", "user"),
+    ("system", "user", "call", "tool", "user", "assistant", "user"),
+    ("user", "said call", "tool", "system", "call", "tool", "assistant", "user"),
+]
+ONLY_WITH_TOOLS = {
+    "CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+}  # fmt: skip
+# These show no text beside a call: Mistral's nowhere, gpt-oss's not in past turns, as reasoning.
+NO_TEXT_BESIDE_CALLS = {
+    "mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b",
+}  # fmt: skip
+MOVED = "mistralai-Mistral-Nemo-Instruct-2407"  # shows the system's message before the last one of the user
+
+
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    """As a worker does it, in this process."""
+    asked = Conversation(template, messages, {"bos_token": "<s>", "eos_token": "</s>"}, {}, True, 1 << 20, **options)
+    text = render_job(asked).text
+    assert text is not None
+    return text
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_no_real_template_loses_a_message() -> None:
+    shown, summing = 0, [{"type": "function", "function": {**FUNCTION, "name": "sum_up"}}]
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        template = path.read_text()
+        ignorant = "tools" not in template
+        for roles, tools in itertools.product(ORDERS, (None, summing)):
+            if path.stem in REFUSED or (tools is None and (path.stem in ONLY_WITH_TOOLS or "tool" in roles)):
+                continue
+            text = rendered(template, probe(roles), tools=tools, prompted=ignorant)
+            if path.stem in NO_TEXT_BESIDE_CALLS:
+                roles = tuple(role.removeprefix("said ") for role in roles)
+            assert shows_all(text, roles) or path.stem == MOVED, f"{path.stem}: {roles}\n{text}"
+            assert all(mark(index) in text for index in range(len(roles))), f"{path.stem}: {roles}\n{text}"
+            assert (tools is not None) == ("sum_up" in text), path.stem
+            shown += 1
+    assert shown > 400
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+STRICT = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') or m.role == ns.last %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    "{% set ns.last = m.role %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "wanted"),
+    [
+        (PLAIN, ("system", "system", "user", "user", "system"), "s:0;s:1;u:2;u:3;s:4;"),  # as it is
+        (PLAIN, ("user", "said call", "tool"), 'u:0;a:1\n<find {"text": "1-"}>;t:2;'),
+        (STRICT, ("user", "assistant", "user"), "u:0;a:1;u:2;"),
+        (STRICT, ("system", "user"), "u:0\n\n1;"),
+        (STRICT, ("system", "developer", "user", "user", "assistant", "assistant"), "u:0\n\n1\n\n2\n\n3;a:4\n\n5;"),
+        (STRICT, ("user", "system", "assistant", "system"), "u:0\n\n1;a:2;u:3;"),
+        (
+            STRICT,
+            ("user", "call", "tool", "tool", "user"),
+            'u:0;a:<find {"text": "1-"}>;'
+            "u:<tool_response>\n2\n</tool_response>\n\n<tool_response>\n3\n</tool_response>\n\n4;",
+        ),
+    ],
+)
+def test_messages_change_as_little_as_a_template_needs(template: str, roles: Roles, wanted: str) -> None:
+    text = rendered(template, probe(roles), writing=Writing("<", "", " ", ">", ", ", ""))
+    short = re.sub(r"mark(\d+)x", r"\1", text)
+    for role in ("system", "user", "assistant", "tool"):
+        short = short.replace(f"{role}:", f"{role[0]}:")
+    assert short == wanted
+
+
+def test_a_template_without_tools_is_told_of_them() -> None:
+    for first in ("system", "user"):
+        text = rendered(PLAIN, probe((first, "assistant")), tools=TOOLS, prompted=True)
+        assert text.startswith("system:"), first
+        system = text.split(";")[0]
+        assert json.dumps(FUNCTION) in system
+        assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in system
+        assert (mark(0) in system) == (first == "system")
+    assert rendered(PLAIN, probe(("user",)), prompted=True) == f"user:{mark(0)};"
 
 
 def test_a_model_may_have_a_template_of_its_own_for_tools(pool: WorkerPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,97 @@ def test_what_changes_nothing_is_named_or_known() -> None:
     assert named.headers["x-octavo-ignored-fields"] == "shape, thinking.budget_tokens"
 
 
+def test_what_runs_or_is_seen_elsewhere_is_left_out_and_named() -> None:
+    """What Claude Code sends beside its conversation, and what is in a history that began at Anthropic."""
+    api = Conversing(saying("ok"), **PARSERS)
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+                {"type": "document", "title": "b", "source": {"type": "text", "media_type": "text/plain", "data": "c"}},
+                {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}},
+            ],
+        },
+        {"role": "system", "content": "Be kind."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+                {
+                    "type": "web_search_tool_result",
+                    "tool_use_id": "s1",
+                    "content": [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "x"}],
+                },
+                {"type": "text", "text": "d"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "image", "source": {}}, {"type": "tool_reference", "tool_name": "weather"}],
+                }
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}, {"type": "text", "text": "Be brief."}]
+    fields = {
+        "context_management": {"edits": []}, "mcp_servers": [], "fallbacks": [], "container": None,
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL], "tool_choice": {"type": "auto"},
+    }  # fmt: skip
+    answer = api.post(PATH, asking(messages, system=system, **fields))
+    assert answer.status_code == 200, answer.text
+    note = "[{} was here; this model reads text only.]"
+    assert api.prompts == [
+        f"tool:weather;system:Be brief.;user:a\n{note.format('An image')}\nb\nc\n{note.format('A document')};"
+        'system:Be kind.;assistant:[s1 web_search {"query": "q"}];'
+        'tool:[{"type": "web_search_result", "url": "u", "title": "t"}](s1);assistant:d[t1 weather {}];'
+        f"tool:{note.format('An image')}\nweather(t1);assistant:"
+    ]
+    assert answer.headers["x-octavo-ignored-fields"] == (
+        "context_management, fallbacks, mcp_servers, messages.document, messages.image, messages.redacted_thinking, "
+        "tools.web_search_20250305"
+    )
+    alone = Conversing(saying("ok"), **PARSERS).post(PATH, asking(**{**fields, "tools": fields["tools"][:1]}))
+    assert alone.status_code == 200, "no tool is left, and none has to be called"
+
+
+def test_a_model_whose_template_knows_no_tools_can_be_made_to_call_them() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+    asked = asking(tools=[TOOL], tool_choice={"type": "any"}, system="Be brief.")
+    api = Conversing(saying(CALL), template=template)
+    (call,) = api.post(PATH, asked).json()["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    assert api.prompts[0].startswith("system:Be brief.\n\nYou can call these functions.")
+    assert '"weather"' in api.params.structured_outputs.grammar
+    refused = Conversing(saying(CALL), template=template, tool_prompt="off").post(PATH, asked)
+    assert (refused.status_code, "knows no tools" in refused.text) == (400, True)
+
+
+def test_an_answer_gets_the_room_that_is_left() -> None:
+    for words, params in ((saying("a"), {}), (saying("a", finish="length"), {"stream": True})):
+        api = Conversing(words)
+        answer = api.post(PATH, asking(max_tokens=32_000, **params))
+        assert answer.status_code == 200
+        assert api.params.max_tokens == 4096 - len(api.prompts[0])
+    assert '"stop_reason":"model_context_window_exceeded"' in answer.text
+    for length in (4096, 100_000):
+        said = asking([{"role": "user", "content": "a" * length}])
+        refused = Conversing(saying("a")).post(PATH, said)
+        message = refused.json()["error"]["message"]
+        tokens, limit = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message).groups()  # type: ignore[union-attr]
+        assert (refused.status_code, int(limit)) == (400, 4095)
+        assert int(tokens) >= length
+    del said["max_tokens"]
+    assert Conversing(saying("a")).post(f"{PATH}/count_tokens", said).json()["error"]["message"] == message
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -184,21 +276,26 @@ def with_block(block: Any, role: str = "user") -> dict[str, Any]:
     [
         ({"messages": HELLO}, "max_tokens is required"), (asking([]), "at least one message"),
         (asking(max_tokens=0), "max_tokens"), (asking(["a"]), "messages[0]"),
-        (asking([{"role": "system", "content": "a"}]), "what the system says goes into system"),
+        (asking([{"role": "tool", "content": "a"}]), "user, assistant or system, got 'tool'"),
+        (asking([{"role": [], "content": "a"}]), "messages[0].role"),
         (asking([{"role": "user", "content": []}]), "messages[0].content"),
-        (with_block({"type": "image"}), "messages[0].content[0].type is 'image'"),
-        (with_block({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "blocks of the user"),
+        (with_block({"type": "smell"}), "messages[0].content[0].type is 'smell'"),
+        (with_block({"type": "redacted_thinking", "data": "x"}, "assistant"), "something to read"),
+        (with_block({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "not supported here; only text, image"),
         (with_block({"type": "tool_result", "content": "a"}), "messages[0].content[0].tool_use_id"),
         (with_block({"type": "tool_use", "id": "a", "name": "b"}, "assistant"), "content[0].input must be an object"),
-        (with_block("a"), "messages[0].content[0] is 'a'"), (asking(system=3), "system must be"),
-        (asking(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "'web_search_20250305'"),
+        (with_block("a"), "messages[0].content[0] must be an object"), (asking(system=3), "system must be"),
+        (
+            asking(tools=[{"type": "web_search_20250305"}], tool_choice={"type": "tool", "name": "web_search"}),
+            "there are no tools",
+        ),
         (asking(tools=[{"name": "a"}]), "tools[0].input_schema"),
         (asking(tools=[{"name": "a b", "input_schema": {}}]), "tools[0].name"),
         (asking(tools=[TOOL], tool_choice={"type": "some"}), "tool_choice.type"),
         (asking(tool_choice={"type": "auto"}), "there are no tools"),
         (asking(thinking={"type": "some"}), "thinking.type"),
         (asking(output_config={"format": {"type": "xml"}}), "output_config.format"),
-        (asking(container="c"), "container"),
+        (asking(n=2), "n is not supported"),
         (asking(temperature=-1.0), "temperature"), (asking(stop_sequences=[""]), "stop"),
     ],
     ids=lambda value: str(value)[:60],
@@ -363,5 +460,12 @@ def test_a_real_service(bundled: Callable[..., Service]) -> None:
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", said[4:6])
         counted = client.messages.count_tokens(model="octavo-demo", messages=options["messages"])
         assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-            client.messages.create(**{**options, "max_tokens": 5000})
+        assert client.messages.create(**{**options, "max_tokens": 5000}).stop_reason != "max_tokens", "it is lowered"
+        long = [{"role": "user", "content": "Hello. " * 2000}]
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+            client.messages.create(**{**options, "messages": long})
+        (model,) = client.models.list()
+        assert client.models.retrieve(model.id) == model
+        assert (model.id, model.type, model.created_at.year > 2000) == ("octavo-demo", "model", True)
+        with pytest.raises(anthropic.NotFoundError, match="other"):
+            client.models.retrieve("other")

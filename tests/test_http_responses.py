@@ -241,6 +241,7 @@ def test_effort_none_asks_the_template_for_no_thinking() -> None:
         {"safety_identifier": "x"}, {"prompt_cache_key": "k"}, {"max_tool_calls": 3},
         {"include": ["reasoning.encrypted_content"]}, {"text": {"format": {"type": "text"}}}, {"tools": []},
         {"tool_choice": "none"}, {"previous_response_id": None}, {"metadata": None}, {"conversation": None},
+        {"reasoning": {"summary": "detailed"}}, {"client_metadata": {"a": "b"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -251,8 +252,108 @@ def test_what_clients_send_by_themselves_is_taken(field: dict[str, Any]) -> None
 
 
 def test_hints_that_change_nothing_are_named() -> None:
-    answer = Conversing(saying("ok")).post(PATH, {"input": "hi", "text": {"verbosity": "low"}, "shape": 1})
-    assert answer.headers["x-octavo-ignored-fields"] == "shape, text.verbosity"
+    hints = {"text": {"verbosity": "low"}, "shape": 1, "truncation": "auto", "context_management": []}
+    answer = Conversing(saying("ok")).post(PATH, {"input": "hi", **hints})
+    assert answer.headers["x-octavo-ignored-fields"] == "context_management, shape, text.verbosity, truncation"
+
+
+# ---------------------------------------------------------------- tools of other kinds than functions
+
+AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.", "tools": [{**TOOL, "name": "close"}]}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+
+ALLOWED = {"type": "allowed_tools", "tools": [{"type": "function", "name": "weather"}, {"type": "mcp"}]}
+
+
+def calling(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_in_namespaces_are_called_by_their_own_names() -> None:
+    api = Conversing(saying(calling("agents__close", city="Oslo")), **PARSERS)
+    more = {"type": "additional_tools", "role": "developer", "tools": [PATCH, {"type": "web_search"}]}
+    history = [
+        {"role": "user", "content": "hi"},
+        more,
+        {"type": "function_call", "call_id": "c1", "name": "close", "namespace": "agents", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "no"},
+    ]
+    answer = api.post(PATH, {"input": history, "tools": [AGENTS, TOOL]})
+    response = answer.json()
+    strictly(response)
+    assert api.prompts == [
+        "tool:agents__close;tool:weather;tool:apply_patch;user:hi;assistant:[c1 agents__close {}];tool:no(c1);"
+        "assistant:"
+    ]
+    (call,) = response["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents", "close")
+    assert [tool["type"] for tool in response["tools"]] == ["namespace", "function"]
+    assert answer.headers["x-octavo-ignored-fields"] == "tools.web_search"
+    long = {**AGENTS, "name": "n" * 64}
+    api = Conversing(saying("ok"), **PARSERS)
+    assert api.post(PATH, {"input": "hi", "tools": [long]}).status_code == 200
+    assert api.prompts[0].startswith(f"tool:{'n' * 57}__close;"), "a name of 64 characters"
+
+
+@pytest.mark.parametrize("written", [calling("apply_patch", input='a\n"b"'), calling("apply_patch", patch="a")])
+def test_a_custom_tool_takes_text(written: str) -> None:
+    text = 'a\n"b"' if "input" in written else '{"patch": "a"}'
+    history = [
+        {"role": "user", "content": "hi"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    api = Conversing(saying(written), **PARSERS)
+    body = {"input": history, "tools": [PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+    response = strictly(api.post(PATH, body).json())
+    (call,) = response.output
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "apply_patch", text)  # type: ignore[typeddict-item]
+    assert '[c1 apply_patch {"input": "x"}];tool:done(c1);' in api.prompts[0]
+    events = Conversing(saying(written), **PARSERS).events(PATH, body)
+    said = {name: data for name, data in events if "custom_tool_call_input" in name}
+    assert said["response.custom_tool_call_input.delta"]["delta"] == text
+    assert said["response.custom_tool_call_input.done"]["input"] == text
+    assert without_ids(events[-1][1]["response"]["output"]) == without_ids([call])
+
+
+def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
+    for mode in ("auto", "required"):
+        api = Conversing(saying(CALL), **PARSERS)
+        body = {"input": "hi", "tools": [TOOL, PATCH], "tool_choice": {**ALLOWED, "mode": mode}}
+        assert api.post(PATH, body).status_code == 200
+        assert api.prompts == ["tool:weather;tool:apply_patch;user:hi;assistant:"], "the template sees all of them"
+        grammar = api.params.structured_outputs.grammar
+        assert '"weather"' in grammar
+        assert '"apply_patch"' not in grammar
+
+
+def test_what_ran_elsewhere_is_a_call_with_its_result() -> None:
+    api = Conversing(saying("ok"), **PARSERS)
+    history = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}, {"type": "input_image", "image_url": "u"}]},
+        {"type": "web_search_call", "id": "w1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "local_shell_call", "id": "x", "call_id": "l1", "status": "completed", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "l1", "output": "a.py"},
+        {"type": "shell_call", "call_id": "s1", "action": {"commands": ["pwd"]}},
+        {"type": "shell_call_output", "call_id": "s1", "output": [{"stdout": "/"}]},
+        {"type": "mcp_call", "id": "m1", "name": "n", "server_label": "s", "arguments": "{}", "output": "yes"},
+        {"type": "reasoning", "encrypted_content": "x", "summary": []},
+        {"type": "reasoning", "encrypted_content": "x", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "image_generation_call", "id": "i1", "status": "completed", "result": "AAAA"},
+    ]
+    answer = api.post(PATH, {"input": history})
+    assert answer.status_code == 200, answer.text
+    assert api.prompts == [
+        "user:hi\n[An image was here; this model reads text only.];"
+        'assistant:[w1 web_search {"action": {"type": "search", "query": "q"}}];tool:completed(w1);'
+        'assistant:[l1 local_shell {"action": {"command": ["ls"]}}];tool:a.py(l1);'
+        'assistant:[s1 shell {"action": {"commands": ["pwd"]}}];tool:[{"stdout": "/"}](s1);'
+        'assistant:[m1 mcp {"name": "n", "server_label": "s", "arguments": "{}"}];tool:yes(m1);'
+        "assistant:<think>hm</think>;assistant:"
+    ]
+    assert answer.headers["x-octavo-ignored-fields"] == (
+        "input.encrypted_content, input.image_generation_call, input.input_image"
+    )
 
 
 # ---------------------------------------------------------------- what is refused
@@ -262,26 +363,16 @@ def with_item(item: Any) -> dict[str, Any]:
     return {"input": [item]}
 
 
-BUILT_IN = (
-    "web_search",
-    "file_search",
-    "computer_use_preview",
-    "code_interpreter",
-    "mcp",
-    "image_generation",
-    "custom",
-)
-
-
-@pytest.mark.parametrize("kind", BUILT_IN)
-def test_tools_that_would_run_here_are_refused_by_name(kind: str) -> None:
-    for body in ({"tools": [{"type": kind}]}, {"tools": [TOOL], "tool_choice": {"type": kind}}):
-        answer = Conversing(saying("ok")).post(PATH, {"input": "hi", **body})
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert error["code"] == "unsupported_parameter"
-        assert repr(kind) in error["message"]
-        assert error["param"] == ("tools[0].type" if "tool_choice" not in body else "tool_choice.type")
+@pytest.mark.parametrize("kind", ["web_search", "mcp"])
+def test_tools_that_would_run_here_are_left_out_and_cannot_be_forced(kind: str) -> None:
+    for tools in ([{"type": kind}], [{"type": kind}, TOOL]):
+        api = Conversing(saying("ok"), **PARSERS)
+        answer = api.post(PATH, {"input": "hi", "tools": tools, "tool_choice": "auto"})
+        assert answer.headers["x-octavo-ignored-fields"] == f"tools.{kind}"
+        assert [tool["type"] for tool in answer.json()["tools"]] == ["function"] * (len(tools) - 1)
+        assert api.prompts == ["tool:weather;" * (len(tools) - 1) + "user:hi;assistant:"]
+    forced = Conversing(saying("ok")).post(PATH, {"input": "hi", "tools": tools, "tool_choice": {"type": kind}})
+    assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice.type")
 
 
 @pytest.mark.parametrize(
@@ -291,18 +382,20 @@ def test_tools_that_would_run_here_are_refused_by_name(kind: str) -> None:
         (with_item("a"), "input[0]"), (with_item({"role": "tool", "content": "a"}), "input[0].role"),
         (with_item({"role": "user"}), "input[0].content"),
         (with_item({"role": "user", "content": []}), "input[0].content"),
-        (with_item({"role": "user", "content": [{"type": "input_image"}]}), "input[0].content[0].type"),
+        (with_item({"role": "user", "content": [{"type": "smell"}]}), "input[0].content[0].type"),
         (with_item({"role": "user", "content": [{"type": "input_text"}]}), "input[0].content[0].text"),
-        (with_item({"type": "web_search_call"}), "input[0].type"),
+        (with_item({"type": "image_generation_call"}), "input"),
+        (with_item({"type": "shell_call"}), "input[0].id"),
+        (with_item({"type": "additional_tools", "tools": "all"}), "input[0].tools"),
+        (with_item({"type": "custom_tool_call", "call_id": "c", "name": "a"}), "input[0].input"),
         (with_item({"type": "item_reference", "id": "msg_1"}), "input[0].type"),
         (with_item({"type": "function_call", "call_id": "c", "name": "a b", "arguments": ""}), "input[0].name"),
         (with_item({"type": "function_call", "name": "a", "arguments": ""}), "input[0].call_id"),
         (with_item({"type": "function_call_output", "call_id": "", "output": "a"}), "input[0].call_id"),
         (with_item({"type": "function_call_output", "call_id": "c"}), "input[0].output"),
-        (with_item({"type": "reasoning", "encrypted_content": "x"}), "input[0].encrypted_content"),
         (with_item({"role": "user", "content": "a", "id": "a b"}), "input[0].id"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "a", "background": True}, "background"), ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "background": True}, "background"), ({"input": "a", "truncation": "half"}, "truncation"),
         ({"input": "a", "conversation": "c"}, "conversation"), ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "a", "max_tokens": 3}, "max_tokens"), ({"input": "a", "n": 2}, "n"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
@@ -310,10 +403,15 @@ def test_tools_that_would_run_here_are_refused_by_name(kind: str) -> None:
         ({"input": "a", "include": ["x"]}, "include"), ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "a", "metadata": {"a": 1}}, "metadata"), ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata"),
         ({"input": "a", "metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"input": "a", "reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"input": "a", "reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"input": "a", "reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"input": "a", "tool_choice": "auto"}, "tool_choice"), ({"input": "a", "tools": [{}]}, "tools[0].type"),
+        ({"input": "a", "tool_choice": "auto"}, "tool_choice"), ({"input": "a", "tools": [{}]}, "tools[0]"),
+        ({"input": "a", "tools": [TOOL, TOOL]}, "tools"),
+        ({"input": "a", "tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]}, "tools[0].format"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {**ALLOWED, "mode": "some"}}, "tool_choice.allowed_tools"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0]"),
         ({"input": "a", "tools": [{"type": "function", "name": "a", "parameters": 1}]}, "tools[0].parameters"),
@@ -428,8 +526,8 @@ def test_the_client_reads_streams() -> None:
 def test_the_client_reads_errors() -> None:
     async def ask(api: Conversing) -> None:
         async with api.openai() as client:
-            await client.responses.create(model="org/fake", input="hi", tools=[{"type": "web_search"}])
+            await client.responses.create(model="org/fake", input="hi", background=True)
 
     with pytest.raises(openai.BadRequestError) as refused:
         Conversing(saying("ok")).run(ask)
-    assert (refused.value.param, refused.value.code) == ("tools[0].type", "unsupported_parameter")
+    assert (refused.value.param, refused.value.code) == ("background", "unsupported_parameter")

@@ -71,7 +71,6 @@ def test_tokenize(body: dict[str, Any], tokens: list[int]) -> None:
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": HELLO, "tools": [{}]}, "tools[0].type"),
-        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
     ],

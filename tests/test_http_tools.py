@@ -286,7 +286,7 @@ def test_the_engine_is_told_which_calls_an_answer_must_hold(fields: dict[str, An
         return
     assert params.structured_outputs is not None
     assert params.structured_outputs.grammar.splitlines()[0] == start
-    assert ("add" in params.structured_outputs.grammar) == (fields.get("tool_choice") != NAMED)
+    assert ('"add"' in params.structured_outputs.grammar) == (fields.get("tool_choice") != NAMED)
 
 
 @pytest.mark.parametrize(

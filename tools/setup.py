@@ -7,6 +7,7 @@
     python3 tools/setup.py test-real        set up with real models (420 MB), then run the tests that need them
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
+    python3 tools/setup.py test-agents      set up, then try coding agents (needs Node.js and npm; 660 MB)
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write docs/families.md's table
     python3 tools/setup.py docs-site        set up, then build the documentation's site in build/site
@@ -73,8 +74,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test-real": ("tests/test_real_embeddings.py", "tests/test_real_gguf.py"),
     "test-examples": ("tests/test_examples.py",),
     "test-browser": ("tests/test_browser.py",),
+    "test-agents": ("tests/test_agents.py",),
 }
-BROWSER = Path("tests") / "browser"  # its package-lock.json says what Node.js imports
+# What Node.js needs for these: a package-lock.json says it.
+NODE_PACKAGES = {"test-browser": Path("tests") / "browser", "test-agents": CLIENTS / "agents"}
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
@@ -83,6 +86,7 @@ EXTRAS: dict[str, frozenset[str]] = {
     "test-real": frozenset({"test", "real-model"}),
     "test-examples": frozenset({"test"}),
     "test-browser": frozenset({"test"}),
+    "test-agents": frozenset({"test"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
     "docs-site": frozenset({"docs"}),
@@ -278,16 +282,15 @@ def install_clients(root: Path, venv: Path, lock: int | None, folder: Path = CLI
         shutil.copyfile(pins, done)
 
 
-def install_browser_packages(root: Path) -> None:
-    """What the playground's tests import, beside them; a stamp, written last, says that it is there."""
+def install_node_packages(folder: Path) -> None:
+    """What a folder's package-lock.json names, into that folder; a stamp, written last, says that it is there."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     if missing:
         raise SetupError(f"{' and '.join(missing)} not found. On Debian and Ubuntu: apt-get install nodejs npm.")
-    folder = root / BROWSER
     pins, done = folder / "package-lock.json", folder / "node_modules" / "octavo-pins.json"
     if done.exists() and done.read_bytes() == pins.read_bytes():
         return
-    say(f"what {BROWSER} imports: npm ci")
+    say(f"what {folder.relative_to(ROOT)} needs: npm ci")
     run([str(shutil.which("npm")), "ci", "--no-audit", "--no-fund", "--prefix", str(folder)], None, "npm ci failed")
     shutil.copyfile(pins, done)
 
@@ -359,8 +362,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop_on_sigterm)
     try:
         set_up(command)
-        if command == "test-browser":
-            install_browser_packages(ROOT)
+        if command in NODE_PACKAGES:
+            install_node_packages(ROOT / NODE_PACKAGES[command])
         if beside := {"test-all": SCALE, "test-real": REAL}.get(command):
             with only_one() as lock:
                 install_clients(ROOT, VENV, lock, beside)

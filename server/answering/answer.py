@@ -25,7 +25,7 @@ from server.answering.prompt import Prompt, Room, Truncation, check_length, chec
 from server.answering.size import AnswerSize
 from server.answering.streaming import ClientGoneError, EventStream, KeepAlive, Wanted, failure
 from server.answering.terms import Terms, read_terms
-from server.api.fields import ignored_header
+from server.api.fields import IGNORED_HEADER, ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
@@ -187,6 +187,7 @@ class Run(ABC, Generic[Piece, Choice]):
         headers = ignored_header(self.ignored_fields())
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = self._record(request.url.path)
+        self.record.ignored = headers.get(IGNORED_HEADER)
         self.record.belongs_to(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from server.answering.formats import CallFormat, Writing
+from server.answering.argument_schemas import closed
+from server.answering.formats import CallFormat, Pair, Writing
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
 
@@ -40,7 +41,7 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     before, rules = _reasoning(parsing, quoted)
     if tools is None or format is None:
         return "\n".join([f"start: {before} @answer", *rules, *_TERMINALS]) if formed and before else None
-    if not (formed or tools.forced or any(one.strict for one in tools.functions)):
+    if not (formed or tools.forced or tools.allowed is not None or any(one.strict for one in tools.functions)):
         return None
     if format.writing is None:
         raise ValueError(f"calls in the form of {format.models} ({format.name}) cannot be enforced")
@@ -98,9 +99,13 @@ def _calls(
     for index, function in enumerate(functions):
         names.append(f"call_{index}")
         lines.append(f"call_{index}: {_literal(function.name)} {quoted(writing.middle)} arguments_{index}")
-        lines.append(
-            f"arguments_{index}: %json {json.dumps({**_arguments(function, every=every), 'x-guidance': _JSON_OPTIONS})}"
-        )
+        schema = _arguments(function, every=every)
+        if writing.pair is None:
+            lines.append(f"arguments_{index}: {_json(schema)}")
+        else:
+            lines += _pairs(f"arguments_{index}", schema, writing.pair, quoted)
+    if writing.pair is not None:
+        lines.append(f"plain[lazy]: TEXT {quoted(writing.pair.end)}")
     others = "" if not several or writing.between is None else f"({quoted(writing.between)} call)*"
     return [
         f"calls: {quoted(writing.first)} call more",
@@ -109,6 +114,34 @@ def _calls(
         f"more: {others} {quoted(writing.last)}",
         *lines,
     ]
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
+
+
+def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) -> list[str]:
+    """The rule of arguments that stand by themselves, in the order of the schema, and what it is made of."""
+    named = schema.get("properties")
+    if not isinstance(named, dict):
+        return [f"{rule}: ({quoted(pair.begin)} /[a-zA-Z0-9_.-]+/ {quoted(pair.middle)} plain)*"]
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts, lines = [], []
+    for index, (name, value) in enumerate(named.items()):
+        part = f"{rule}_{index}"
+        parts.append(part if name in (schema.get("required") or ()) else f"{part}?")
+        head = f"{part}: {quoted(pair.begin)} {_literal(name)} {quoted(pair.middle)}"
+        if _is_text(value):
+            texts = [_literal(text) for text in value.get("enum", ()) if isinstance(text, str) and text]
+            lines.append(f"{head} ({' | '.join(texts)}) {quoted(pair.end)}" if texts else f"{head} plain")
+        else:
+            inner = {**shared, **value} if isinstance(value, dict) else value
+            lines += [f"{head} {part}_value {quoted(pair.end)}", f"{part}_value: {_json(inner)}"]
+    return [f"{rule}: {' '.join(parts)}", *lines]
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "string"
 
 
 def _as_object(writing: Writing, tools: Tools) -> str:
@@ -130,7 +163,7 @@ def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
     """The schema of a function's arguments, as far as answers are held to it."""
     schema: dict[str, Any] = {"type": "object"}
     if function.parameters is not None and (every or function.strict):
-        schema |= function.parameters
+        schema |= closed(function.parameters)
     return schema
 
 
@@ -155,6 +188,6 @@ def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, l
     if quoted.begins_with_token(opening):
         return "TEXT (calls TEXT)*", []
     marks = [*format.drops, *(region["open"] for region in format.regions if "open" in region)]
-    mark = next(mark for mark in marks if opening.startswith(mark))
+    mark = next((mark for mark in marks if opening.startswith(mark)), opening.partition("\n")[0])
     rest = quoted(opening.removeprefix(mark))
     return "marked* TEXT", [f"marked: mark {rest} body more", f"mark[lazy]: TEXT {_literal(mark)}"]

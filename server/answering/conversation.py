@@ -14,6 +14,7 @@ from server.answering.parsed_chat import ParsedChatPieces
 from server.answering.parsing import Parsing
 from server.answering.pieces import Choice
 from server.answering.prompt import MAX_TOKENIZED, Prompt, Room
+from server.answering.reading import Ignored
 from server.answering.rendering import Rendering, read_rendering
 from server.answering.size import AnswerSize
 from server.answering.tools import Tools, read_tools
@@ -25,13 +26,18 @@ from server.errors import ApiError
 
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
-    """Answers a chat request, whatever the endpoint's shape is."""
+    """Answers a chat request, whatever the endpoint's shape is.
+
+    Attributes:
+        ignored: names of what the request held in the endpoint's own shape, and the chat request does not.
+    """
 
     bytes_per_logprob = 400
     body: ChatCompletionRequest
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
+    ignored: Ignored = field(default_factory=set, kw_only=True)
     parsing: Parsing | None = None
 
     @classmethod
@@ -90,6 +96,9 @@ class ConversationRun(Run[ChatPiece, Choice]):
             prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed, parsing=self.parsing
         )
 
+    def ignored_fields(self) -> list[str]:
+        return [*self.body.ignored_fields(), *self.ignored, *(self.tools.ignored if self.tools is not None else ())]
+
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:
             return "max_completion_tokens"
@@ -97,8 +106,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
 
 def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
-    """What the model's generation config says, or a catalogue (None: the engine knows it), else what is left of the
-    context, and of the KV cache where several sequences could fill it.
+    """What the model's generation config says, or a catalogue (None: the engine knows it), else what there is room for.
 
     Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
     texts serve such a chat better than room for a long answer.
@@ -107,10 +115,15 @@ def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: in
         return None
     if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
         return None
-    width = max(params.n, params.num_beams or 1)
-    pages = info.num_blocks // width
-    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
-    room = min(info.max_model_len, length) - prompt_len
+    room = room_for_answer(params, info, prompt_len)
     if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
         room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
     return max(room, 1)  # where there is no room the engine says so
+
+
+def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:
+    """Tokens that are left of the context, and of the KV cache where several sequences could fill it."""
+    width = max(params.n, params.num_beams or 1)
+    pages = info.num_blocks // width
+    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
+    return min(info.max_model_len, length) - prompt_len

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,22 @@ _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """How an argument is written: begin NAME middle VALUE end."""
+
+    begin: str
+    middle: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
     """How a model of the family writes calls: first, then begin NAME middle ARGUMENTS end for each, then last.
 
     Attributes:
         between: stands between two calls; None where there can be only one.
+        pair: how each argument stands there by itself, text as it is and all else as JSON; None where they are one
+            JSON object.
     """
 
     first: str
@@ -38,6 +49,7 @@ class Writing:
     end: str
     between: str | None
     last: str
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +91,15 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """How one model's answers are read. Both None: as they are."""
+    """How one model's answers are read. Both None: as they are.
+
+    Attributes:
+        prompted: its templates know no tools: a system message tells the model of them, and how it is to call them.
+    """
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    prompted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +176,15 @@ def choose_formats(
     )
 
 
+def prompted(formats: Formats) -> Formats:
+    """The same of a model whose templates know no tools. It is told to write calls as Hermes does, which most models
+    have seen, unless it has a way of its own that can be told."""
+    calls = formats.calls
+    if calls is None or calls.writing is None or calls.writing.pair is not None:
+        calls = _call_format(next(file for file in _files(CALLS) if file.name == "hermes"))
+    return replace(formats, calls=calls, prompted=True)
+
+
 def _own_formats(template: Mapping[str, Any]) -> Formats:
     """What a checkpoint says itself. Reasoning between patterns is left to the files."""
     fields = template.get("fields")
@@ -192,5 +218,10 @@ def _call_format(file: _File) -> CallFormat:
         head=head,
         field=as_data or None,
         known_names_only=bool(said.get("known_names_only")),
-        writing=None if said["writes"] is None else Writing(**said["writes"]),
+        writing=None if said["writes"] is None else _writing(said["writes"]),
     )
+
+
+def _writing(said: Mapping[str, Any]) -> Writing:
+    pair = said.get("pair")
+    return Writing(**{**said, "pair": None if pair is None else Pair(**pair)})

@@ -86,7 +86,7 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
 class _Whole(Room):
     """The room of a conversation that is one input."""
 
-    def refusal(self, length: str) -> ApiError:
+    def refusal(self, length: str, tokens: int = 0) -> ApiError:
         return too_long(self.param, "the conversation", None, f"{length} tokens", self.tokens)
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import RootModel
 from pydantic_core import to_json
 
 from server.answering.blocks import Block, Blocks
-from server.answering.conversation import ConversationRun
+from server.answering.conversation import ConversationRun, room_for_answer
 from server.answering.events import Events
 from server.answering.generation import Update
-from server.answering.message_input import NAMES, ignored_fields
+from server.answering.message_input import NAMES
 from server.answering.pieces import PieceMaker
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, Room, TooLongError
 from server.answering.public_names import public_name, public_names
 from server.answering.terms import DeadlineError
 from server.api.chat_schemas import ChatPiece, ChatTokenLogprob
-from server.api.message_schemas import ContentBlock, MessageRequest, MessageUsage
+from server.api.message_schemas import ContentBlock, MessageUsage
 from server.api.schemas import Usage
 from server.door.message_errors import message_error
 from server.errors import ApiError
@@ -41,8 +42,21 @@ def usage_of(usage: Usage) -> MessageUsage:
     }
 
 
-def ending(blocks: Blocks) -> Message:
+@contextmanager
+def in_anthropics_words(max_model_len: int) -> Iterator[None]:
+    """A prompt that is too long is refused with the sentence that clients parse: they shorten it, and go on."""
+    try:
+        yield
+    except TooLongError as problem:
+        message = f"prompt is too long: {problem.tokens} tokens > {max_model_len - 1} maximum"
+        raise ApiError(400, message, param="messages", code=problem.code) from problem
+
+
+def ending(blocks: Blocks, *, lowered: bool) -> Message:
     """Why the answer ended.
+
+    Args:
+        lowered: it was given less room than was asked for, since there is no more.
 
     Raises:
         ApiError: it was cut off, by its deadline or by a failure.
@@ -54,6 +68,8 @@ def ending(blocks: Blocks) -> Message:
         raise ApiError(500, "The server failed to complete this answer; its log says why.", code="internal_error")
     if reason == "stop" and isinstance(stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    if reason == "length" and lowered:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 
@@ -76,14 +92,23 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MessageRun(ConversationRun[ChatPiece]):
-    """Answers a request of /v1/messages."""
+    """Answers a request of /v1/messages. Of the tokens that are asked for it gives as many as there is room for: its
+    clients ask for the most that a model could write."""
 
     id_prefix = "msg_"
-    asked: MessageRequest = field(kw_only=True)
+    _lowered: bool = False
 
     async def prompts(self) -> list[Prompt]:
-        with public_names(NAMES):
-            return await ConversationRun.prompts(self)
+        info = self.service.client.info
+        with public_names(NAMES), in_anthropics_words(info.max_model_len):
+            (prompt,) = await ConversationRun.prompts(self)
+            params, length = self.shape.params, len(prompt.token_ids)
+            room = room_for_answer(params, info, length)
+            if room < 1:
+                raise Room(info.max_model_len, "messages").refusal(f"it has {length}", length)
+        if params.max_tokens is not None and params.max_tokens > room:
+            self.shape, self._lowered = replace(self.shape, params=replace(params, max_tokens=room)), True
+        return [prompt]
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
         return pieces
@@ -94,17 +119,19 @@ class MessageRun(ConversationRun[ChatPiece]):
             blocks.feed(piece)
         blocks.finish()
         content = [block_of(block) for block in blocks.made]
-        message = {**self._frame(), "content": content, **ending(blocks), "usage": usage_of(usage)}
+        message = {
+            **self._frame(),
+            "content": content,
+            **ending(blocks, lowered=self._lowered),
+            "usage": usage_of(usage),
+        }
         return RootModel[Message].model_construct(message)
 
     def events(self, maker: PieceMaker[ChatPiece]) -> MessageEvents:
-        return MessageEvents(maker, self._frame())
+        return MessageEvents(maker, self._frame(), lowered=self._lowered)
 
     def failing(self, problem: ApiError) -> str:
         return written("error", message_error(problem.status_code, problem.message))
-
-    def ignored_fields(self) -> list[str]:
-        return ignored_fields(self.asked)
 
     def public_name(self, param: str | None) -> str | None:
         return public_name(param, NAMES)
@@ -131,13 +158,15 @@ class MessageEvents(Events[ChatPiece]):
 
     Args:
         frame: the answer without what is only known later.
+        lowered: it has less room than was asked for.
     """
 
     silence = written("ping", {})
 
-    def __init__(self, maker: PieceMaker[ChatPiece], frame: Message):
+    def __init__(self, maker: PieceMaker[ChatPiece], frame: Message, *, lowered: bool):
         super().__init__(maker)
         self._frame = frame
+        self._lowered = lowered
         self._blocks = Blocks(self)
         self._written: list[str] = []
 
@@ -155,7 +184,7 @@ class MessageEvents(Events[ChatPiece]):
         self._blocks.finish()
         last = self._taken()
         try:
-            delta = ending(self._blocks)
+            delta = ending(self._blocks, lowered=self._lowered)
         except ApiError as problem:
             return last + written("error", message_error(problem.status_code, problem.message))
         last += written("message_delta", {"delta": delta, "usage": usage_of(self.maker.usage())})

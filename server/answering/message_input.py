@@ -7,7 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.answering.reading import MAX_ID, fail, read_parts, read_text
+from server.answering.reading import (
+    MAX_ID,
+    Ignored,
+    PartReader,
+    fail,
+    read_part,
+    read_parts,
+    read_text,
+    text_in,
+    unseen,
+)
 from server.api.chat_schemas import ChatCompletionRequest
 from server.api.fields import refuse_unsupported
 from server.api.message_schemas import CountTokensRequest, MessageRequest
@@ -27,27 +37,54 @@ NAMES = {
     "parallel_tool_calls": "tool_choice",
     "tools.parameters": "input_schema",
 }
-_UNSUPPORTED = (
-    "container",
-    "mcp_servers",
-    "context_management",
-    "n",
-    "best_of",
-    "use_beam_search",
-    "stop",
-    "fallbacks",
-)
+_UNSUPPORTED = ("n", "best_of", "use_beam_search", "stop")
 _TERMS = tuple(name for name in (*ServedBody.model_fields, *ONE_ANSWER_FIELDS) if name != "stop")
-_TEXT = {"text": "text"}
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 _CHOICES = ("auto", "any", "tool", "none")
-_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 # What Anthropic's service reads, and changes nothing here.
 _HARMLESS = frozenset({"cache_control", "service_tier", "inference_geo", "diagnostics", "speed", "user_profile_id"})
+# Claude Code's first system block. It names the client, and differs from conversation to conversation: before the rest
+# of the prompt it would keep all of that out of the prefix cache.
+_BILLING = "x-anthropic-billing-header:"
 
 
-def read_chat(body: MessageRequest) -> ChatCompletionRequest:
+def _document(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
+    source: Any = part.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "text":
+        text = read_text(source, "data", f"{where}.source")
+    elif kind == "content":
+        text = read_parts(source.get("content"), f"{where}.source.content", _SHOWN, ignored)
+    else:
+        text = unseen("A document")(part, where, ignored)
+    named = [part[name] for name in ("title", "context") if isinstance(part.get(name), str)]
+    return "\n".join([*named, text])
+
+
+def _search_result(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
+    named = [read_text(part, name, where) for name in ("title", "source")]
+    return "\n".join([*named, read_parts(part.get("content"), f"{where}.content", _SHOWN, ignored)])
+
+
+_TEXT: dict[str, PartReader] = {"text": text_in("text")}
+_SHOWN: dict[str, PartReader] = {**_TEXT, "image": unseen("An image")}
+_GIVEN: dict[str, PartReader] = {
+    **_SHOWN,
+    "document": _document,
+    "search_result": _search_result,
+    "tool_reference": text_in("tool_name"),
+    "container_upload": unseen("A file"),
+}
+_READERS = {"system": _TEXT, "user": _GIVEN, "assistant": {**_TEXT, "compaction": text_in("content")}}
+_CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
+
+
+def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
     """The chat request that asks for the same.
+
+    Args:
+        ignored: gets the names of what it leaves out.
 
     Raises:
         ApiError: something is wrong, or not supported.
@@ -56,19 +93,22 @@ def read_chat(body: MessageRequest) -> ChatCompletionRequest:
     fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return ChatCompletionRequest.model_validate(fields | _prompt_fields(body))
+    return ChatCompletionRequest.model_validate(fields | _prompt_fields(body, ignored))
 
 
-def read_prompt(body: CountTokensRequest) -> ChatCompletionRequest:
+def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionRequest:
     """A chat request with the same prompt.
+
+    Args:
+        ignored: gets the names of what it leaves out.
 
     Raises:
         ApiError: something is wrong, or not supported.
     """
-    return ChatCompletionRequest.model_validate(_prompt_fields(body))
+    return ChatCompletionRequest.model_validate(_prompt_fields(body, ignored))
 
 
-def ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
+def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
     """Names of fields that might have been meant to change the answer, and do not."""
     given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
     unknown = [name for name in given if name not in _HARMLESS]
@@ -77,24 +117,26 @@ def ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
     return unknown + thinking + config
 
 
-def _prompt_fields(body: MessageRequest | CountTokensRequest) -> dict[str, Any]:
+def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) -> dict[str, Any]:
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name in _UNSUPPORTED:
         if name in unknown:
             fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
     refuse_unsupported(unknown)
-    messages = _read_messages(body.messages)
+    ignored.update(_ignored_fields(body))
+    messages = _read_messages(body.messages, ignored)
     fields: dict[str, Any] = {}
     if messages[-1]["role"] == "assistant":
         fields["continue_final_message"] = True
-    if body.system is not None and (system := read_parts(body.system, "system", _TEXT)):
+    if system := _read_system(body.system, ignored):
         messages.insert(0, {"role": "system", "content": system})
     if len(messages) > MAX_MESSAGES:
         fail("messages", f"messages hold {len(messages)} messages and results, and at most {MAX_MESSAGES} may be sent.")
     fields["messages"] = messages
     if body.tools:
         check_value(body.tools, "tools")
-        fields["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+        tools = (_chat_tool(tool, f"tools[{index}]", ignored) for index, tool in enumerate(body.tools))
+        fields["tools"] = [tool for tool in tools if tool is not None]
     variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
         kind = body.thinking.get("type")
@@ -104,16 +146,33 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest) -> dict[str, Any]:
         variables.setdefault("enable_thinking", _THINKING[kind])
     if variables:
         fields["chat_template_kwargs"] = variables
-    return fields | _read_choice(body.tool_choice) | _read_config(body.output_config)
+    choice = _read_choice(body.tool_choice)
+    if body.tools and not fields["tools"] and choice.get("tool_choice") == "auto":
+        del choice["tool_choice"]  # none of them is left
+    return fields | choice | _read_config(body.output_config)
 
 
-def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
+def _read_system(given: Any, ignored: Ignored) -> str:
+    if isinstance(given, list):
+        given = [block for block in given if not _is_billing(block)]
+    return "" if given is None else read_parts(given, "system", _TEXT, ignored)
+
+
+def _is_billing(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
+
+
+def _chat_tool(tool: Any, where: str, ignored: Ignored) -> dict[str, Any] | None:
+    """A tool of the client's; None for one that runs, or is described, at Anthropic."""
     if not isinstance(tool, dict):
         fail(where, f"{where} must be an object with name and input_schema, got {shown(tool)}.")
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        message = f"{where}.type is {shown(kind)}, which is not supported: no tool runs at this server. Only 'custom'"
-        fail(f"{where}.type", f"{message} can be, for calls that the client answers.", code="unsupported_parameter")
+        if not isinstance(kind, str):
+            fail(f"{where}.type", f"{where}.type must be a string, got {shown(kind)}.")
+        ignored.add(f"tools.{kind}")
+        return None
     if not isinstance(tool.get("input_schema"), dict):
         message = f"{where}.input_schema must be a JSON schema, which is an object, got "
         fail(f"{where}.input_schema", f"{message}{shown(tool.get('input_schema'))}.")
@@ -159,20 +218,17 @@ def _read_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _read_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any]]:
     """The messages of a chat request. What users say one after another is one message, and so is what the assistant
-    says."""
-    if not given:
-        fail("messages", "messages must hold at least one message, got an empty list.")
+    says, and the system."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         where = f"messages[{index}]"
         if not isinstance(item, dict):
             fail(where, f"{where} must be an object with role and content, got {shown(item)}.")
         role, content = item.get("role"), item.get("content")
-        if role not in ("user", "assistant"):
-            hint = "; what the system says goes into system" if role == "system" else ""
-            fail(f"{where}.role", f"{where}.role must be user or assistant, got {shown(role)}{hint}.")
+        if not isinstance(role, str) or role not in _READERS:
+            fail(f"{where}.role", f"{where}.role must be user, assistant or system, got {shown(role)}.")
         if isinstance(content, str):
             blocks: list[Any] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and content:
@@ -181,33 +237,47 @@ def _read_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
             wanted = f"{where}.content must be a string or a non-empty list of blocks"
             fail(f"{where}.content", f"{wanted}, got {shown(content)}.")
         for place, block in enumerate(blocks):
-            _add(messages, role, block, f"{where}.content[{place}]")
+            _add(messages, role, block, f"{where}.content[{place}]", ignored)
+    if not messages:
+        fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
     for said in messages:
         if not said.get("tool_calls"):
             said.setdefault("content", "")
     return messages
 
 
-def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str) -> None:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "text":
-        message, text = _last(messages, role), read_text(block, "text", where)
-        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
-    elif kind == "tool_result" and role == "user":
-        text = read_parts(block.get("content") or "", f"{where}.content", _TEXT)
-        id_ = read_text(block, "tool_use_id", where, least=1, most=MAX_ID)
-        messages.append({"role": "tool", "tool_call_id": id_, "content": text})
-    elif kind == "tool_use" and role == "assistant":
+def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
+    kind: Any = block.get("type") if isinstance(block, dict) else None
+    said = isinstance(kind, str) and role == "assistant"
+    if kind == "tool_result" and role == "user":
+        _add_result(messages, block, read_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored), where)
+    elif said and kind in _CALLS:
         _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
-    elif kind == "thinking" and role == "assistant":
+    elif said and kind.endswith("_tool_result"):  # of a tool that ran at Anthropic, in the assistant's own message
+        check_value(block.get("content"), f"{where}.content")
+        _add_result(messages, block, json.dumps(_readable(block.get("content")), ensure_ascii=False), where)
+    elif said and kind == "thinking":
         message, text = _last(messages, role), read_text(block, "thinking", where)
         before = message.get("reasoning_content")
         message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+    elif said and kind == "redacted_thinking":
+        ignored.add("messages.redacted_thinking")
     else:
-        allowed = "text and tool_result" if role == "user" else "text, thinking and tool_use"
-        problem = f"{where} is {shown(block)}" if kind is None else f"{where}.type is {shown(kind)}"
-        message_ = f"{problem}, which is not supported; blocks of the {role} may be {allowed}."
-        fail(f"{where}.type", message_, code="unsupported_parameter")
+        text = read_part(block, where, _READERS[role], ignored)
+        message = _last(messages, role)
+        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
+
+
+def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], text: str, where: str) -> None:
+    id_ = read_text(block, "tool_use_id", where, least=1, most=MAX_ID)
+    messages.append({"role": "tool", "tool_call_id": id_, "content": text})
+
+
+def _readable(value: Any) -> Any:
+    """A result without what only Anthropic can read."""
+    if isinstance(value, dict):
+        return {name: _readable(item) for name, item in value.items() if not name.startswith("encrypted_")}
+    return [_readable(item) for item in value] if isinstance(value, list) else value
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class RequestRecord:
         id: of the answer, `cmpl-...`.
         arrival: `time.monotonic()` seconds.
         listener: what traces the request, if something does.
+        ignored: names of fields that changed nothing, as the answer's header has them.
     """
 
     id: str
@@ -71,6 +72,7 @@ class RequestRecord:
     arrival: float
     log_prompts: bool = False
     listener: Listener | None = None
+    ignored: str | None = None
     _cut: str | None = None  # why the engine ended an answer
     _said: bool = False
     _times: list[PromptTimes] = field(default_factory=list)
@@ -187,6 +189,8 @@ class RequestRecord:
             "finish_reasons": usage.finish_reasons,
             **self._seconds(usage.completion_tokens),
         }  # fmt: skip
+        if self.ignored is not None:
+            facts["ignored"] = self.ignored
         if self.log_prompts:
             facts["prompt"] = [_cut_prompt(prompt) for prompt in self._prompts]
             facts["answer"] = ["".join(self._texts[key])[:_SHOWN_CHARACTERS] for key in sorted(self._texts)]

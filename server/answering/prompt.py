@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from engine import EngineInfo, Seq2SeqInput, TokenInput
 from engine.text.processor import Tokenizer
+from server.admission import CHARACTERS_PER_TOKEN
 from server.errors import ApiError, shown
 
 LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
@@ -49,6 +50,18 @@ class Prompt:
         return TokenInput(self.token_ids, self.text)
 
 
+class TooLongError(ApiError):
+    """A prompt has more tokens than there is room for.
+
+    Attributes:
+        tokens: of the prompt; an estimate where so long a text was not tokenised whole.
+    """
+
+    def __init__(self, message: str, param: str, tokens: int):
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.tokens = tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """How long a prompt may be, and the refusal of a longer one, in the engine's words.
@@ -72,10 +85,11 @@ class Room:
 
     def refusal_of_characters(self, count: int) -> ApiError:
         """The answer to a text of so many characters that it is not even tokenised."""
-        return self.refusal(f"its {count} characters are more than the {most_characters(self.tokens)} that can make")
+        length = f"its {count} characters are more than the {most_characters(self.tokens)} that can make"
+        return self.refusal(length, count // CHARACTERS_PER_TOKEN)
 
-    def refusal(self, length: str) -> ApiError:
-        """The answer to a prompt of that length."""
+    def refusal(self, length: str, tokens: int = 0) -> ApiError:
+        """The answer to a prompt of that length: in words, and about how many tokens that is, where it is known."""
         name = "decoder_prompt" if self.param == "decoder_prompt" else "prompt"
         limit = f"this model's maximum context length is {self.tokens} tokens, answer included"
         if self.encoder:
@@ -84,7 +98,7 @@ class Room:
             f"the {name} is too long: {length} tokens, and {limit} (max_model_len). Shorten the {name} or raise "
             "--max-model-len."
         )
-        return ApiError(400, message, param=self.param, code="context_length_exceeded")
+        return TooLongError(message, self.param, max(tokens, self.tokens + 1))
 
 
 def most_characters(tokens: int) -> int:
@@ -165,7 +179,7 @@ def check_length(count: int, room: Room) -> None:
             engine.
     """
     if count > 2 * room.tokens:
-        raise room.refusal(f"it has {count}")
+        raise room.refusal(f"it has {count}", count)
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -222,5 +236,5 @@ def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room
         size, count = beyond
         if count <= 2 * room.tokens:
             raise room.refusal_of_characters(len(text))
-        raise room.refusal(f"the first {size} of its {len(text)} characters have {count}")
+        raise room.refusal(f"the first {size} of its {len(text)} characters have {count}", count * len(text) // size)
     return list(encode(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from server.errors import ApiError, shown
@@ -39,11 +39,33 @@ def read_text(item: Mapping[str, Any], name: str, where: str, *, least: int = 0,
     return text
 
 
-def read_parts(content: Any, where: str, kinds: Mapping[str, str]) -> str:
-    """Content that is a string, or a list of parts with text, which are joined with line breaks.
+# Names of what a request holds and its answer does without: a header and the log tell them.
+Ignored = set[str]
+# A part of a content as text. Gets the part, where it stands, and the names that it may add to.
+PartReader = Callable[[Mapping[str, Any], str, Ignored], str]
+
+
+def text_in(name: str) -> PartReader:
+    """Reads the string in that field of a part."""
+    return lambda part, where, ignored: read_text(part, name, where)
+
+
+def unseen(what: str) -> PartReader:
+    """Puts a note in place of a part that the model cannot see: a conversation goes on without it."""
+
+    def read(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
+        ignored.add(f"{where.partition('[')[0]}.{part['type']}")
+        return f"[{what} was here; this model reads text only.]"
+
+    return read
+
+
+def read_parts(content: Any, where: str, readers: Mapping[str, PartReader], ignored: Ignored) -> str:
+    """Content that is a string, or a list of parts, whose texts are joined with line breaks.
 
     Args:
-        kinds: types of parts that are read, with the field that holds their text.
+        readers: of the types of parts that may be.
+        ignored: gets the names of what cannot be read.
 
     Raises:
         ApiError: names the first part that is wrong, or of another type.
@@ -52,14 +74,16 @@ def read_parts(content: Any, where: str, kinds: Mapping[str, str]) -> str:
         return content
     if not isinstance(content, list):
         fail(where, f"{where} must be a string or a list of parts, got {shown(content)}.")
-    return "\n".join(_read_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(content))
+    return "\n".join(read_part(part, f"{where}[{index}]", readers, ignored) for index, part in enumerate(content))
 
 
-def _read_part(part: Any, where: str, kinds: Mapping[str, str]) -> str:
+def read_part(part: Any, where: str, readers: Mapping[str, PartReader], ignored: Ignored) -> str:
+    """One part of a content as text; see `read_parts`."""
     if not isinstance(part, dict):
         fail(where, f"{where} must be an object with a type and a text, got {shown(part)}.")
     kind = part.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        message = f"{where}.type is {shown(kind)}, which is not supported here; only {', '.join(kinds)} can be."
+    read = readers.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        message = f"{where}.type is {shown(kind)}, which is not supported here; only {', '.join(readers)} can be."
         fail(f"{where}.type", message, code="unsupported_parameter")
-    return read_text(part, kinds[kind], where)
+    return read(part, where, ignored)

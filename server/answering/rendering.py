@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 
 from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
+from server.answering.formats import Formats
 from server.answering.prompt import Prompt, Room, encode_fitting, most_characters
 from server.answering.tools import Tools
 from server.api.structure import check_value
 from server.api.template_fields import TemplateFields
 from server.errors import ApiError, shown
+from server.workers.fitting import Writing
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.templates import Conversation, Rendered
 
@@ -139,31 +141,40 @@ class ChatRenderer:
         messages: Sequence[Mapping[str, Any]],
         room: Room,
         rendering: Rendering | None = None,
+        formats: Formats | None = None,
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
-        The role developer is given to templates that know it; to all others it is system.
+        The role developer is given to templates that know it; to all others it is system. Messages that a template
+        would refuse or lose are put so that it shows them (`server.workers.fitting`).
+
+        Args:
+            formats: how the model writes calls, and whether a system message tells of the tools.
 
         Raises:
             ApiError: the template takes too much time or memory or knows no tools or documents, or the conversation is
                 far longer than there is room.
             InvalidRequestError: there is no template.
         """
-        rendering = rendering or Rendering()
+        rendering, formats = rendering or Rendering(), formats or Formats()
         template = tokenizer.need_chat_template(tools=rendering.tools is not None)
         for name, given in (("tools", rendering.tools), ("documents", rendering.documents)):
-            if given is not None and name not in template:
+            if given is not None and name not in template and not (name == "tools" and formats.prompted):
                 message = f"The model's chat template knows no {name}, so that the model would not see them."
-                raise ApiError(400, f"{message} Leave them out.", param=name, code="unsupported_parameter")
+                hint = " Leave them out, or start the server with --tool-prompt auto." if name == "tools" else ""
+                raise ApiError(400, f"{message}{hint or ' Leave them out.'}", param=name, code="unsupported_parameter")
         conversation = Conversation(
             template=template,
             messages=_fitted(messages, template, rendering.tools),
-            variables={**tokenizer.template_variables, **rendering.variables},
+            special=tokenizer.template_variables,
+            variables=dict(rendering.variables),
             add_generation_prompt=rendering.add_generation_prompt,
             longest=most_characters(room.tokens),
             tools=rendering.tools,
             documents=rendering.documents,
             continue_final_message=rendering.continue_final_message,
+            writing=_writing(formats),
+            prompted=formats.prompted,
         )
         async with self._slots:
             rendered = await self._render(conversation)
@@ -185,6 +196,13 @@ class ChatRenderer:
         except RefusedError as problem:
             message, code = f"The model's chat template does not accept these messages: {problem}", "invalid_messages"
         raise ApiError(400, message, param="messages", code=code)
+
+
+def _writing(formats: Formats) -> Writing | None:
+    written = None if formats.calls is None else formats.calls.writing
+    if written is None or written.pair is not None:  # its template writes the calls itself
+        return None
+    return Writing(written.first, written.begin, written.middle, written.end, written.between, written.last)
 
 
 def _fitted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,12 +12,21 @@ from server.answering.blocks import Block, Blocks
 from server.answering.events import Events
 from server.answering.generation import Update
 from server.answering.pieces import PieceMaker
+from server.answering.response_tools import Called, as_input
 from server.api.chat_schemas import ChatPiece, ChatTokenLogprob
-from server.api.response_schemas import OutputItem, OutputText, ReasoningText, ResponseUsage
+from server.api.response_schemas import (
+    OutputCall,
+    OutputCustomCall,
+    OutputItem,
+    OutputText,
+    ReasoningText,
+    ResponseUsage,
+)
 from server.api.schemas import Usage
 from server.errors import ApiError
 
 Response = dict[str, Any]
+NameOf = Callable[[str], Called]  # what the client calls a function
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
@@ -32,7 +41,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
     }
 
 
-def completed(frame: Response, blocks: Blocks, usage: Usage) -> Response:
+def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) -> Response:
     """The answer at its end.
 
     Args:
@@ -51,7 +60,7 @@ def completed(frame: Response, blocks: Blocks, usage: Usage) -> Response:
         "completed_at": int(time.time()) if status == "completed" else None,
         "error": problem,
         "incomplete_details": details,
-        "output": [item_of(block) for block in blocks.made],
+        "output": [item_of(block, name_of) for block in blocks.made],
         "usage": usage_of(usage),
     }
 
@@ -62,7 +71,7 @@ def _cut_off(blocks: Blocks) -> str:
     return "The server failed to complete this answer; its log says why."
 
 
-def item_of(block: Block) -> OutputItem:
+def item_of(block: Block, name_of: NameOf) -> OutputItem:
     """A block as an item of the output."""
     status: Any = "in_progress" if not block.ended else "completed" if block.complete else "incomplete"
     if block.kind == "text":
@@ -71,10 +80,16 @@ def item_of(block: Block) -> OutputItem:
     if block.kind == "reasoning":
         thought = [_thought_part(block)] if block.parts or block.ended else []
         return {"type": "reasoning", "id": block.id, "status": status, "summary": [], "content": thought}
-    return {
-        "type": "function_call", "id": block.id, "status": status, "call_id": block.call_id, "name": block.name,
-        "arguments": block.text,
-    }  # fmt: skip
+    called = name_of(block.name)
+    item: Any = {"id": block.id, "status": status, "call_id": block.call_id, "name": called.name}
+    if called.namespace is not None:
+        item["namespace"] = called.namespace
+    if called.custom:
+        item |= {"type": "custom_tool_call", "input": as_input(block.text) if block.ended else ""}
+    else:
+        item |= {"type": "function_call", "arguments": block.text}
+    call: OutputCall | OutputCustomCall = item
+    return call
 
 
 def _text_part(block: Block) -> OutputText:
@@ -90,13 +105,15 @@ class ResponseEvents(Events[ChatPiece]):
 
     Args:
         frame: the answer without what is only known later.
+        name_of: what the client calls a function.
 
     Attributes:
         final: the whole answer, once it has ended.
     """
 
-    def __init__(self, maker: PieceMaker[ChatPiece], frame: Response):
+    def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf):
         super().__init__(maker)
+        self._name_of = name_of
         self._frame = frame
         self._blocks = Blocks(self)
         self._number = 0
@@ -120,7 +137,7 @@ class ResponseEvents(Events[ChatPiece]):
     def finish(self) -> Response:
         """The whole answer; its last events are still to be made."""
         self._blocks.finish()
-        self.final = completed(self._frame, self._blocks, self.maker.usage())
+        self.final = completed(self._frame, self._blocks, self.maker.usage(), self._name_of)
         return self.final
 
     def cancel(self) -> Response:
@@ -128,7 +145,7 @@ class ResponseEvents(Events[ChatPiece]):
         return {
             **self._frame,
             "status": "cancelled",
-            "output": [item_of(block) for block in self._blocks.made],
+            "output": [item_of(block, self._name_of) for block in self._blocks.made],
             "usage": usage_of(self.maker.usage()),
         }
 
@@ -140,7 +157,7 @@ class ResponseEvents(Events[ChatPiece]):
 
     def failing(self, problem: ApiError) -> str:
         self._blocks.finish()
-        response = completed(self._frame, self._blocks, self.maker.usage())
+        response = completed(self._frame, self._blocks, self.maker.usage(), self._name_of)
         code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
         failure = {"code": code, "message": problem.message}
         failed = {"status": "failed", "completed_at": None, "incomplete_details": None, "error": failure}
@@ -150,7 +167,7 @@ class ResponseEvents(Events[ChatPiece]):
     # ---------------------------------------------------------------- what the blocks tell
 
     def began(self, block: Block) -> None:
-        self._write("response.output_item.added", output_index=block.index, item=item_of(block))
+        self._write("response.output_item.added", output_index=block.index, item=item_of(block, self._name_of))
         if block.kind == "text":
             part: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._write_of(block, "response.content_part.added", content_index=0, part=part)
@@ -163,7 +180,7 @@ class ResponseEvents(Events[ChatPiece]):
             self._write_of(block, "response.output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
         elif block.kind == "reasoning":
             self._write_of(block, "response.reasoning_text.delta", content_index=0, delta=text)
-        else:
+        elif not self._name_of(block.name).custom:
             self._write_of(block, "response.function_call_arguments.delta", delta=text)
 
     def ended(self, block: Block) -> None:
@@ -174,10 +191,14 @@ class ResponseEvents(Events[ChatPiece]):
         elif block.kind == "reasoning":
             self._write_of(block, "response.reasoning_text.done", content_index=0, text=block.text)
             self._write_of(block, "response.content_part.done", content_index=0, part=_thought_part(block))
+        elif self._name_of(block.name).custom:  # its input is known when all of its arguments are
+            text = as_input(block.text)
+            self._write_of(block, "response.custom_tool_call_input.delta", delta=text)
+            self._write_of(block, "response.custom_tool_call_input.done", input=text)
         else:
-            called = {"name": block.name, "arguments": block.text}
+            called = {"name": self._name_of(block.name).name, "arguments": block.text}
             self._write_of(block, "response.function_call_arguments.done", **called)
-        self._write("response.output_item.done", output_index=block.index, item=item_of(block))
+        self._write("response.output_item.done", output_index=block.index, item=item_of(block, self._name_of))
 
     # ---------------------------------------------------------------- how it is written
 

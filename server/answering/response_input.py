@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from server.answering.reading import MAX_ID, fail, read_parts, read_text
+from server.answering.reading import MAX_ID, Ignored, PartReader, fail, read_parts, read_text, text_in, unseen
+from server.answering.response_tools import as_arguments, function_name
+from server.api.structure import check_value
 from server.api.template_fields import FUNCTION_NAME
 from server.errors import shown
 
 Item = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant")
-_GIVEN = {"input_text": "text", "text": "text"}
-_SAID = {"output_text": "text", "refusal": "refusal", "input_text": "text", "text": "text"}
+_TEXT = text_in("text")
+_GIVEN: dict[str, PartReader] = {
+    "input_text": _TEXT,
+    "output_text": _TEXT,
+    "text": _TEXT,
+    "input_image": unseen("An image"),
+    "input_file": unseen("A file"),
+    "input_audio": unseen("A piece of sound"),
+}
+_SAID = {**_GIVEN, "refusal": text_in("refusal")}
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}", re.ASCII)
-_REASONING = {"reasoning_text": "text", "text": "text"}
+_REASONING = {"reasoning_text": _TEXT, "summary_text": _TEXT, "text": _TEXT}
+# What ran elsewhere. Of those in the second row the client has the result, which is an item of its own.
+_RAN_AT_OPENAI = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
+_RAN_AT_CLIENT = ("shell_call", "local_shell_call", "apply_patch_call")
+_RESULTS = ("output", "outputs", "results", "error")
+# Pictures, and agreements about tools that there are not: nothing is said in them.
+_LEFT_OUT = (
+    "image_generation_call", "computer_call", "computer_call_output", "mcp_list_tools", "mcp_approval_request",
+    "mcp_approval_response",
+)  # fmt: skip
 
 
-def read_items(given: Any) -> list[Item]:
+def read_items(given: Any, ignored: Ignored) -> list[Item]:
     """The input as items of one form each: with a type and an id, contents as lists of parts.
+
+    Args:
+        ignored: gets the names of what it leaves out.
 
     Raises:
         ApiError: names the first thing that is wrong.
@@ -30,26 +53,30 @@ def read_items(given: Any) -> list[Item]:
     if isinstance(given, str):
         if not given:
             fail("input", "input must not be empty.")
-        return [_message({"role": "user", "content": given}, "input")]
+        return [_message({"role": "user", "content": given}, "input", ignored)]
     if not isinstance(given, list):
         fail("input", f"input must be a string or a list of items, got {shown(given)}.")
     if not given:
         fail("input", "input must hold at least one item, got an empty list.")
-    return [_read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    items = (_read_item(item, f"input[{index}]", ignored) for index, item in enumerate(given))
+    return [item for item in items if item is not None]
 
 
-def _read_item(item: Any, where: str) -> Item:
+def _read_item(item: Any, where: str, ignored: Ignored) -> Item | None:
     if not isinstance(item, dict):
         fail(where, f"{where} must be an object such as a message with role and content, got {shown(item)}.")
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
+    if kind in _LEFT_OUT:
+        ignored.add(f"input.{kind}")
+        return None
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         known = ", ".join(_READERS)
         message = f"{where}.type is {shown(kind)}, which is not supported; input items may be {known}."
         fail(f"{where}.type", message, code="unsupported_parameter")
-    return read(item, where)
+    return read(item, where, ignored)
 
 
 def _id(item: Mapping[str, Any], prefix: str, where: str) -> str:
@@ -61,44 +88,74 @@ def _id(item: Mapping[str, Any], prefix: str, where: str) -> str:
     return given
 
 
-def _message(item: Mapping[str, Any], where: str) -> Item:
+def _message(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
     role = item.get("role")
     if role not in _ROLES:
         fail(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}.")
     if item.get("content") == []:
         fail(f"{where}.content", f"{where}.content must be a string or a non-empty list of parts, got [].")
     said = role == "assistant"
-    text = read_parts(item.get("content"), f"{where}.content", _SAID if said else _GIVEN)
+    text = read_parts(item.get("content"), f"{where}.content", _SAID if said else _GIVEN, ignored)
     part = {"type": "output_text", "text": text, "annotations": []} if said else {"type": "input_text", "text": text}
     return {
         "type": "message", "id": _id(item, "msg_", where), "status": "completed", "role": role, "content": [part],
     }  # fmt: skip
 
 
-def _call(item: Mapping[str, Any], where: str) -> Item:
+def _call(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
     name = read_text(item, "name", where)
     if not _NAME.fullmatch(name):
         fail(f"{where}.name", f"{where}.name must match {FUNCTION_NAME}, got {shown(name)}.")
     return {
         "type": "function_call", "id": _id(item, "fc_", where), "status": "completed",
         "call_id": read_text(item, "call_id", where, least=1, most=MAX_ID), "name": name,
-        "arguments": read_text(item, "arguments", where),
+        "arguments": read_text(item, "arguments", where), **_namespace(item, where),
     }  # fmt: skip
 
 
-def _output(item: Mapping[str, Any], where: str) -> Item:
+def _custom_call(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
     return {
-        "type": "function_call_output", "id": _id(item, "fco_", where), "status": "completed",
-        "call_id": read_text(item, "call_id", where, least=1, most=MAX_ID),
-        "output": read_parts(item.get("output"), f"{where}.output", _GIVEN),
+        "type": "custom_tool_call", "id": _id(item, "ctc_", where), "status": "completed",
+        "call_id": read_text(item, "call_id", where, least=1, most=MAX_ID), "name": read_text(item, "name", where),
+        "input": read_text(item, "input", where), **_namespace(item, where),
     }  # fmt: skip
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> Item:
-    if item.get("encrypted_content"):
-        message = f"{where}.encrypted_content cannot be read: reasoning comes and goes as content of reasoning items."
-        fail(f"{where}.encrypted_content", message, code="unsupported_parameter")
-    text = read_parts(item.get("content") or [], f"{where}.content", _REASONING)
+def _namespace(item: Mapping[str, Any], where: str) -> Item:
+    return {} if item.get("namespace") is None else {"namespace": read_text(item, "namespace", where, most=MAX_ID)}
+
+
+def _output(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
+    return {
+        "type": item["type"], "id": _id(item, "fco_", where), "status": "completed",
+        "call_id": read_text(item, "call_id", where, least=1, most=MAX_ID),
+        "output": read_parts(item.get("output"), f"{where}.output", _GIVEN, ignored),
+    }  # fmt: skip
+
+
+def _elsewhere(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
+    """A call of OpenAI's own tools, or the client's answer to one. It stays as it is."""
+    check_value(dict(item), where)
+    kept: Item = {**item, "id": _id(item, "ran_", where)}
+    if item["type"] not in _RAN_AT_OPENAI:
+        name = "call_id" if "call_id" in item else "id"  # of a local shell's result
+        kept["call_id"] = read_text(item, name, where, least=1, most=MAX_ID)
+    return kept
+
+
+def _additional_tools(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
+    given = item.get("tools")
+    if not isinstance(given, list):
+        fail(f"{where}.tools", f"{where}.tools must be a list of tools, got {shown(given)}.")
+    check_value(given, f"{where}.tools")
+    return {"type": "additional_tools", "id": _id(item, "at_", where), "role": "developer", "tools": given}
+
+
+def _reasoning(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
+    name = "content" if item.get("content") else "summary"
+    text = read_parts(item.get(name) or [], f"{where}.{name}", _REASONING, ignored)
+    if item.get("encrypted_content") and not text:
+        ignored.add("input.encrypted_content")
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {
         "type": "reasoning", "id": _id(item, "rs_", where), "status": "completed", "summary": [], "content": content,
@@ -109,6 +166,11 @@ _READERS = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
+    "additional_tools": _additional_tools,
+    **dict.fromkeys((*_RAN_AT_OPENAI, *_RAN_AT_CLIENT), _elsewhere),
+    **{f"{kind}_output": _elsewhere for kind in _RAN_AT_CLIENT},
     "reasoning": _reasoning,
 }
 
@@ -133,16 +195,35 @@ def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
         elif kind == "reasoning":
             if item["content"]:
                 _said(messages, "reasoning_content")["reasoning_content"] = _text(item["content"])
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            _said(messages, "tool_calls").setdefault("tool_calls", []).append(call)
-        else:
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item["arguments"] if kind == "function_call" else as_arguments(item["input"])
+            _add_call(messages, item["call_id"], function_name(item["name"], item.get("namespace")), arguments)
+        elif kind in _RAN_AT_OPENAI or kind in _RAN_AT_CLIENT:
+            _add_elsewhere(messages, item)
+        elif kind != "additional_tools":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _as_text(item["output"])})
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             message.setdefault("content", "")
     return messages
+
+
+def _add_call(messages: list[dict[str, Any]], id_: str, name: str, arguments: str) -> None:
+    call = {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+    _said(messages, "tool_calls").setdefault("tool_calls", []).append(call)
+
+
+def _add_elsewhere(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    id_, kind = item.get("call_id") or item["id"], item["type"]
+    said = {name: value for name, value in item.items() if name not in ("type", "id", "call_id", "status", *_RESULTS)}
+    _add_call(messages, id_, kind.removesuffix("_call"), json.dumps(said, ensure_ascii=False))
+    if kind in _RAN_AT_OPENAI:
+        results = [item[name] for name in _RESULTS if item.get(name)] or [item.get("status") or "completed"]
+        messages.append({"role": "tool", "tool_call_id": id_, "content": "\n".join(map(_as_text, results))})
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 _ORDER = ("reasoning_content", "content", "tool_calls")

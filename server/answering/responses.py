@@ -17,9 +17,10 @@ from server.answering.events import Events
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
 from server.answering.public_names import public_name, public_names
-from server.answering.reading import fail, read_text
+from server.answering.reading import Ignored, fail, read_text
 from server.answering.response_events import ResponseEvents, completed
 from server.answering.response_input import Item, to_messages
+from server.answering.response_tools import ResponseTools, function_name, read_response_tools
 from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
 from server.api.fields import refuse_unsupported
 from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
@@ -40,7 +41,7 @@ NAMES = {
 }
 # Fields of other endpoints, which this one has by other names.
 _ELSEWHERE = {**NAMES, "functions": "tools", "function_call": "tool_choice", "stop_sequences": "stop"}
-_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation", "n", "best_of", "use_beam_search")
+_UNSUPPORTED = ("conversation", "prompt", "moderation", "n", "best_of", "use_beam_search")
 _LOGPROBS = "message.output_text.logprobs"
 # What else may be included is either part of the answer anyway, or of tools that there are not.
 _INCLUDABLE = (
@@ -48,20 +49,26 @@ _INCLUDABLE = (
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
+# There are no summaries: reasoning comes as it is, whatever is asked for.
+_SUMMARIES = (None, "auto", "concise", "detailed")
 _FORMATS = ("text", "json_object", "json_schema")
 _TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS)
 
 
-def read_chat(body: ResponseRequest, items: Sequence[Mapping[str, Any]]) -> ChatCompletionRequest:
-    """The chat request that asks for the same.
+def read_chat(
+    body: ResponseRequest, items: Sequence[Mapping[str, Any]], ignored: Ignored
+) -> tuple[ChatCompletionRequest, ResponseTools]:
+    """The chat request that asks for the same, and its tools as the client knows them.
 
     Args:
         items: of the whole conversation.
+        ignored: gets the names of what it leaves out.
 
     Raises:
         ApiError: something is wrong, or not supported.
     """
     _refuse(body)
+    ignored.update(_ignored_fields(body))
     fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
     if len(items) > MAX_MESSAGES:
         fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
@@ -71,11 +78,11 @@ def read_chat(body: ResponseRequest, items: Sequence[Mapping[str, Any]]) -> Chat
         fields["max_completion_tokens"] = body.max_output_tokens
     if _LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if body.tools:
-        check_value(body.tools, "tools")
-        fields["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
-    if body.tool_choice is not None:
-        fields["tool_choice"] = _chat_choice(body.tool_choice)
+    tools = read_response_tools(body.tools or (), items, ignored)
+    if tools.chat:
+        fields["tools"] = tools.chat
+    if body.tool_choice is not None and not (body.tools and not tools.chat and body.tool_choice == "auto"):
+        fields["tool_choice"] = _chat_choice(body.tool_choice, ignored)
     if body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     if (format_ := _read_format(body.text)) is not None:
@@ -87,7 +94,7 @@ def read_chat(body: ResponseRequest, items: Sequence[Mapping[str, Any]]) -> Chat
             variables.setdefault("enable_thinking", False)
     if variables:
         fields["chat_template_kwargs"] = variables
-    return ChatCompletionRequest.model_validate(fields)
+    return ChatCompletionRequest.model_validate(fields), tools
 
 
 def _refuse(body: ResponseRequest) -> None:
@@ -102,9 +109,8 @@ def _refuse(body: ResponseRequest) -> None:
     if body.background:
         message = "background is not supported: the answer comes with the request, at once or as a stream."
         fail("background", message, code="unsupported_parameter")
-    if body.truncation not in (None, "disabled"):
-        message = f"truncation must be disabled, got {shown(body.truncation)}: nothing is cut from the input."
-        fail("truncation", message, code="unsupported_parameter")
+    if body.truncation not in (None, "disabled", "auto"):
+        fail("truncation", f"truncation must be disabled or auto, got {shown(body.truncation)}.")
     if body.stream_options is not None and not body.stream:
         fail("stream_options", "stream_options is only allowed when stream is true.")
     for name in body.include or ():
@@ -114,29 +120,36 @@ def _refuse(body: ResponseRequest) -> None:
         fail("top_logprobs", f"top_logprobs ({body.top_logprobs}) needs {_LOGPROBS} in include.")
 
 
-def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        fail(where, f'{where} must be an object such as {{"type": "function", "name": ...}}, got {shown(tool)}.')
-    kind = tool.get("type")
-    if kind != "function":
-        message = f"{where}.type is {shown(kind)}, which is not supported: no tool runs at this server. Only 'function'"
-        fail(f"{where}.type", f"{message} can be, for calls that the client answers.", code="unsupported_parameter")
-    if "name" not in tool and isinstance(tool.get("function"), dict):
-        fail(where, f"{where} has the form of /v1/chat/completions; here name and parameters stand beside type.")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-
-
-def _chat_choice(choice: Any) -> Any:
+def _chat_choice(choice: Any, ignored: Ignored) -> Any:
     if choice in ("none", "auto", "required"):
         return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": read_text(choice, "name", "tool_choice", most=64)}}
-    if isinstance(choice, dict):
-        message = f"tool_choice.type is {shown(choice.get('type'))}, which is not supported; only 'function' is."
-        fail("tool_choice.type", message, code="unsupported_parameter")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind in ("function", "custom"):
+        return _named(choice, "tool_choice")
+    if kind == "allowed_tools":
+        given = choice.get("tools")
+        if not isinstance(given, list):
+            fail("tool_choice.tools", f"tool_choice.tools must be a list, got {shown(given)}.")
+        allowed = []
+        for index, tool in enumerate(given):
+            where = f"tool_choice.tools[{index}]"
+            if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+                fail(where, f"{where} must be an object with type and name, got {shown(tool)}.")
+            if tool["type"] in ("function", "custom"):
+                allowed.append(_named(tool, where))
+            else:
+                ignored.add(f"tools.{tool['type']}")
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
+    if isinstance(kind, str):
+        message = f"tool_choice.type is {shown(kind)}, and no tool runs at this server; function, custom and"
+        fail("tool_choice.type", f"{message} allowed_tools are supported.", code="unsupported_parameter")
     wanted = 'none, auto, required or {"type": "function", "name": ...}'
     fail("tool_choice", f"tool_choice must be {wanted}, got {shown(choice)}.")
+
+
+def _named(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    namespace = None if tool.get("namespace") is None else read_text(tool, "namespace", where, most=64)
+    return {"type": "function", "function": {"name": function_name(read_text(tool, "name", where, most=64), namespace)}}
 
 
 def _read_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -159,25 +172,28 @@ def _read_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _read_effort(reasoning: Mapping[str, Any] | None) -> str | None:
     given = reasoning or {}
-    effort, summary = given.get("effort"), given.get("summary") or given.get("generate_summary")
-    if summary not in (None, "auto"):
-        message = f"reasoning.summary is {shown(summary)}: there are no summaries. Reasoning comes as it is; leave"
-        fail("reasoning.summary", f"{message} summary out, or send auto.", code="unsupported_parameter")
+    effort = given.get("effort")
+    for name in ("summary", "generate_summary"):
+        if given.get(name) not in _SUMMARIES:
+            wanted = "auto, concise or detailed"
+            fail(f"reasoning.{name}", f"reasoning.{name} must be {wanted}, got {shown(given[name])}.")
     if effort is None:
         return None
     return read_text(given, "effort", "reasoning", least=1, most=64)
 
 
-def ignored_fields(body: ResponseRequest) -> list[str]:
+def _ignored_fields(body: ResponseRequest) -> list[str]:
     """Names of fields that might have been meant to change the answer, and do not."""
     text = [f"text.{name}" for name in body.text or () if name != "format"]
     known = ("effort", "summary", "generate_summary")
     reasoning = [f"reasoning.{name}" for name in body.reasoning or () if name not in known]
     unknown = [name for name in body.ignored_fields() if getattr(body, name) is not None]
-    return unknown + text + reasoning
+    return unknown + text + reasoning + ["truncation"] * (body.truncation == "auto")
 
 
-def _frame(body: ResponseRequest, *, id_: str, model: str, created: int, store: bool) -> dict[str, Any]:
+def _frame(
+    body: ResponseRequest, tools: ResponseTools, *, id_: str, model: str, created: int, store: bool
+) -> dict[str, Any]:
     """The answer as it is while there is nothing of it."""
     given = body.reasoning or {}
     return {
@@ -201,10 +217,7 @@ def _frame(body: ResponseRequest, *, id_: str, model: str, created: int, store: 
         "reasoning": {"effort": given.get("effort"), "summary": given.get("summary")},
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [
-            {name: tool.get(name) for name in ("type", "name", "description", "parameters", "strict")}
-            for tool in body.tools or ()
-        ],
+        "tools": tools.shown,
         "top_logprobs": body.top_logprobs or 0,
         **{name: getattr(body, name) for name in ("temperature", "top_p")},
         "truncation": "disabled",
@@ -224,6 +237,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
     stream_keeps_answer = True
     asked: ResponseRequest = field(kw_only=True)
     items: list[Item] = field(kw_only=True)  # the request's own input
+    called: ResponseTools = field(kw_only=True)  # what its answer may call
     frame: dict[str, Any] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _cancelled: bool = False
@@ -232,11 +246,18 @@ class ResponseRun(ConversationRun[ChatPiece]):
         """The answer, as the body asks for it; while it streams it can be cancelled."""
         store = self.service.response_store is not None and self.asked.store is not False
         self.frame = _frame(
-            self.asked, id_=self.request_id, model=self.service.model_id, created=self.created, store=store
+            self.asked,
+            self.called,
+            id_=self.request_id,
+            model=self.service.model_id,
+            created=self.created,
+            store=store,
         )
         return await ConversationRun.respond(self, request)
 
     async def prompts(self) -> list[Prompt]:
+        if self.tools is not None and self.called.enforced:
+            self.tools = self.tools.enforcing(self.called.enforced)
         with public_names(NAMES):
             prompts = await ConversationRun.prompts(self)
         if self.parsing is not None and self.shape.logprobs is not None:
@@ -256,12 +277,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
         for piece in choices:
             blocks.feed(piece)
         blocks.finish()
-        self._final = completed(self.frame, blocks, usage)
+        self._final = completed(self.frame, blocks, usage, self.called.name_of)
         return RootModel[dict[str, Any]].model_construct(self._final)
 
     def events(self, maker: PieceMaker[ChatPiece]) -> ResponseEvents:
         self.service.running_responses[self.request_id] = self
-        return ResponseEvents(maker, self.frame)
+        return ResponseEvents(maker, self.frame, self.called.name_of)
 
     def ended(self) -> None:
         self.service.running_responses.pop(self.request_id, None)
@@ -287,9 +308,6 @@ class ResponseRun(ConversationRun[ChatPiece]):
         self._cancelled = True
         self.stop("cancel")
         return self._stream.cancel()
-
-    def ignored_fields(self) -> list[str]:
-        return ignored_fields(self.asked)
 
     def public_name(self, param: str | None) -> str | None:
         return public_name(param, NAMES)

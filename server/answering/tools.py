@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from server.answering.argument_schemas import possible
 from server.api.structure import check_value
 from server.api.template_fields import FUNCTION_NAME, MAX_FUNCTION_NAME
 from server.errors import ApiError, shown
@@ -22,11 +23,13 @@ class Function:
         name: unique in its request.
         parameters: a JSON schema of the arguments, an object; None where any are allowed.
         strict: the arguments must match that schema.
+        dropped: it had lists of values that nothing could match, which are left out.
     """
 
     name: str
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class Tools:
         shown: the same as the template gets them: {"type": "function", "function": {...}} each.
         choice: auto, or required: at least one.
         named: the one that must be called, if any is.
+        allowed: the only ones that may be, where not all that are shown may.
         parallel: an answer may hold several calls.
         characters: of all strings in `shown`.
     """
@@ -46,6 +50,7 @@ class Tools:
     shown: list[dict[str, Any]]
     choice: str = "auto"
     named: str | None = None
+    allowed: frozenset[str] | None = None
     parallel: bool = True
     characters: int = 0
 
@@ -55,9 +60,23 @@ class Tools:
         return frozenset(function.name for function in self.functions)
 
     @property
+    def ignored(self) -> set[str]:
+        """What of them no answer can be held to, as the names of ignored fields."""
+        return {f"tools.{function.name}.enum" for function in self.functions if function.dropped}
+
+    @property
     def callable(self) -> tuple[Function, ...]:
         """Those that the answer may call."""
-        return tuple(item for item in self.functions if self.named in (None, item.name))
+        only = self.allowed if self.named is None else (self.named,)
+        return tuple(item for item in self.functions if only is None or item.name in only)
+
+    def enforcing(self, schemas: Mapping[str, Mapping[str, Any]]) -> Tools:
+        """The same, of which these functions get arguments of these schemas; the model is shown what it was."""
+        functions = [
+            replace(one, parameters=schemas[one.name], strict=True) if one.name in schemas else one
+            for one in self.functions
+        ]
+        return replace(self, functions=tuple(functions))
 
     @property
     def forced(self) -> bool:
@@ -70,7 +89,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
 
     Args:
         given: as OpenAI's `tools`.
-        choice: as `tool_choice`: none, auto, required, or the function that must be called.
+        choice: as `tool_choice`: none, auto, required, the function that must be called, or those that may be.
         parallel: as `parallel_tool_calls`.
 
     Raises:
@@ -92,6 +111,9 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         _fail("tools", f"tools holds two functions of the name {shown(twice)}; a call could not tell them apart.")
+    allowed = None
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _read_allowed(choice.get("allowed_tools"), names)
     kind, named = _read_choice(choice, names)
     if kind == "none":
         return None
@@ -100,6 +122,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
         shown=shown_,
         choice=kind,
         named=named,
+        allowed=allowed,
         parallel=parallel is not False,
         characters=characters,
     )
@@ -122,13 +145,24 @@ def _read_tool(tool: Any, where: str) -> Function:
     _check_type(function, "description", str, "a string", where)
     _check_type(function, "parameters", dict, "a JSON schema, which is an object", where)
     _check_type(function, "strict", bool, "true or false", where)
-    return Function(name=name, parameters=function.get("parameters"), strict=bool(function.get("strict")))
+    parameters, dropped = possible(function.get("parameters"))
+    return Function(name=name, parameters=parameters, strict=bool(function.get("strict")), dropped=dropped)
 
 
 def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str, where: str) -> None:
     value = function.get(name)
     if value is not None and not isinstance(value, kind):
         _fail(f"{where}.{name}", f"{where}.{name} must be {wanted}, got {shown(value)}.")
+
+
+def _read_allowed(given: Any, names: Sequence[str]) -> tuple[str, frozenset[str]]:
+    """Whether one of them must be called, and their names."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
+        _fail(where, f"{where} must be an object with mode (auto or required) and tools, got {shown(given)}.")
+    if not isinstance(given.get("tools"), list) or not given["tools"]:
+        _fail(f"{where}.tools", f"{where}.tools must be a non-empty list, got {shown(given.get('tools'))}.")
+    return given["mode"], frozenset(_read_choice(tool, names)[1] or "" for tool in given["tools"])
 
 
 def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str | None]:

@@ -27,6 +27,7 @@ from server.errors import ApiError
 HARMLESS = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "client_metadata",
         "include_obfuscation",
     }
 )  # fmt: skip
@@ -126,6 +127,7 @@ _INSTEAD = {
 }
 _SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _NAMES_SHOWN = 32
+IGNORED_HEADER = "X-Octavo-Ignored-Fields"
 
 
 def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
@@ -166,7 +168,7 @@ def unknown_fields(names: Iterable[str]) -> list[str]:
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that lists these fields, where there are any that a header can hold."""
     listed = [name for name in sorted(names) if _SENDABLE_NAME.fullmatch(name)][:_NAMES_SHOWN]
-    return {"X-Octavo-Ignored-Fields": ", ".join(listed)} if listed else {}
+    return {IGNORED_HEADER: ", ".join(listed)} if listed else {}
 
 
 def at_most(limit: int, what: str) -> BeforeValidator:

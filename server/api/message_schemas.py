@@ -61,7 +61,7 @@ _MESSAGES = {
     "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _CONTENT},
         "required": ["role", "content"],
     },
 }
@@ -125,7 +125,9 @@ class _Conversation(BaseModel):
 class MessageRequest(_Conversation, _AnswerBody):
     """Body of POST /v1/messages. Null means the default, for every field but the messages and max_tokens."""
 
-    max_tokens: int = Field(ge=1, description="Most tokens of the answer, its thinking included.")
+    max_tokens: int = Field(
+        ge=1, description="Most tokens of the answer, its thinking included; no more than there is room for."
+    )
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS, "strings")] | None = Field(
         None, description="Strings at which the answer ends."
     )
@@ -181,7 +183,7 @@ class MessageObject(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[ContentBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -190,6 +192,30 @@ class TokenCount(BaseModel):
     """Answer of POST /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class MessageModel(BaseModel):
+    """A served model, in Anthropic's shape."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str = Field(description="When the service started, in RFC 3339.")
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+    deprecated_at: None = None
+    capabilities: None = None
+    line: None = None
+
+
+class MessageModelList(BaseModel):
+    """Answer of GET /v1/models to a client of Anthropic's."""
+
+    data: list[MessageModel]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 class MessageErrorDetail(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
@@ -114,7 +114,7 @@ _FORMAT = {
 _TEXT = {"type": "object", "properties": {"format": _FORMAT}}
 _REASONING = {
     "type": "object",
-    "properties": {"effort": {"type": ["string", "null"]}, "summary": {"enum": ["auto", None]}},
+    "properties": {"effort": {"type": ["string", "null"]}, "summary": {"enum": ["auto", "concise", "detailed", None]}},
 }
 
 
@@ -195,7 +195,7 @@ class ResponseRequest(OneAnswerBody):
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
         None, description="Variables for the model's template, such as enable_thinking."
     )
-    truncation: Name | None = Field(None, description="disabled; auto is not supported: nothing is cut from the input.")
+    truncation: Name | None = Field(None, description="disabled or auto: in either case nothing is cut from the input.")
     background: bool | None = Field(None, description="false; true is not supported.")
     max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
     user: str | None = Field(None, max_length=512, description="Shown in the answer.")
@@ -252,10 +252,23 @@ class OutputCall(TypedDict):
     status: Status
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(TypedDict):
+    """A call of a tool that takes text; an item of the type custom_tool_call_output names its result by `call_id`."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, ...]] = {
     "the model": (
         "model", "demo", "served_model_name", "strict_model_name", "revision", "hf_token", "tokenizer",
-        "skip_tokenizer_init", "generation_config", "tool_call_parser", "reasoning_parser", "catalogue",
+        "skip_tokenizer_init", "generation_config", "tool_call_parser", "reasoning_parser", "tool_prompt", "catalogue",
         "show_progress",
     ),
     "where it computes, and in which numbers": (

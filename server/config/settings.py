@@ -93,6 +93,8 @@ class ServerSettings(BaseModel):
         tool_call_parser: how the model writes calls of functions: a name from the documentation, none, or auto: as its
             chat template says.
         reasoning_parser: how it marks what it thinks before it answers: a name, none, or auto.
+        tool_prompt: auto: where the chat template knows no tools, a system message tells the model of them; off: a
+            request with tools is refused then.
         response_store: SQLite file that keeps answers of /v1/responses, so that clients can go on from them and read
             them again; made if it is not there (default: none are kept).
         response_store_max_age: seconds that an answer is kept.
@@ -153,6 +155,7 @@ class ServerSettings(BaseModel):
     prefix_cache_scope: Literal["key", "global"] = "key"
     tool_call_parser: str = Field(default="auto", min_length=1)
     reasoning_parser: str = Field(default="auto", min_length=1)
+    tool_prompt: Literal["auto", "off"] = "auto"
     response_store: str | None = _NAME
     response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
     response_store_max_size: int | str = "1GiB"

@@ -1,5 +1,5 @@
-"""Errors in the shapes that clients of other servers read, whatever refused the request: of /v1/messages in
-Anthropic's, of text-embeddings-inference's endpoints in its own."""
+"""Errors in the shapes that clients of other servers read, whatever refused the request: of /v1/messages, and to
+Anthropic's clients, in Anthropic's, of text-embeddings-inference's endpoints in its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.door.auth import routed_path
 
 MESSAGES_PATH = "/v1/messages"
+VERSION_HEADER = "anthropic-version"  # which Anthropic's clients send with every request, and no others do
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -43,7 +44,7 @@ class MessageErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = routed_path(scope)
-            if _is_messages(path):
+            if _is_messages(path) or any(name == VERSION_HEADER.encode() for name, _ in scope["headers"]):
                 send = _Reshaped(send, message_error)
             elif path in TEXT_EMBEDDINGS_PATHS:
                 send = _Reshaped(send, text_embeddings_error)

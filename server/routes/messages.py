@@ -8,11 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from server.answering.endpoints import require
-from server.answering.message_events import MessageRun
-from server.answering.message_input import NAMES, ignored_fields, read_chat, read_prompt
+from server.answering.message_events import MessageRun, in_anthropics_words
+from server.answering.message_input import NAMES, read_chat, read_prompt
 from server.answering.messages import estimate_messages, read_messages
 from server.answering.prompt import Room
 from server.answering.public_names import public_names
+from server.answering.reading import Ignored
 from server.answering.rendering import read_rendering
 from server.answering.tools import read_tools
 from server.api import examples
@@ -44,9 +45,10 @@ async def create_message(
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
-    chat = read_chat(body)
+    ignored: Ignored = set()
+    chat = read_chat(body, ignored)
     with public_names(NAMES):
-        run = MessageRun.of(chat, service, arrival, asked=body)
+        run = MessageRun.of(chat, service, arrival, ignored=ignored)
     return await run.respond(request)
 
 
@@ -59,11 +61,14 @@ async def count_tokens(
     """How many tokens the prompt has that /v1/messages makes of these messages."""
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
-    response.headers.update(ignored_header(ignored_fields(body)))
-    chat = read_prompt(body)
+    ignored: Ignored = set()
+    chat = read_prompt(body, ignored)
+    response.headers.update(ignored_header(ignored))
     with public_names(NAMES):
         messages = read_messages(chat.messages)
         rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
         with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
-            prompt = await service.render(messages, Room(service.client.info.max_model_len, "messages"), rendering)
+            room = Room(service.client.info.max_model_len, "messages")
+            with in_anthropics_words(room.tokens):
+                prompt = await service.render(messages, room, rendering)
     return TokenCount(input_tokens=len(prompt.token_ids))

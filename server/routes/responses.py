@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from engine import parse_bytes
 from server.answering.endpoints import require
 from server.answering.public_names import public_names
+from server.answering.reading import Ignored
 from server.answering.response_input import Item, read_items
 from server.answering.responses import NAMES, ResponseRun, read_chat
 from server.api import examples
@@ -49,13 +50,14 @@ async def create_response(
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, _ENDPOINT)
-    items = read_items(body.input)
+    ignored: Ignored = set()
+    items = read_items(body.input, ignored)
     history: list[Item] = []
     if body.previous_response_id is not None:
         history = await _history(service, body.previous_response_id, _tenant(request))
-    chat = read_chat(body, [*history, *items])
+    chat, tools = read_chat(body, [*history, *items], ignored)
     with public_names(NAMES):
-        run = ResponseRun.of(chat, service, arrival, asked=body, items=items)
+        run = ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
     return await run.respond(request)
 
 

@@ -34,7 +34,7 @@ router = APIRouter(route_class=StrictJsonRoute)
 class _Countable(Room):
     """The room for texts that are only tokenised: their length is no mistake, so they need not fit into the model."""
 
-    def refusal(self, length: str) -> ApiError:
+    def refusal(self, length: str, tokens: int = 0) -> ApiError:
         message = (
             f"{self.param} is too long for one request: {length} tokens, and the limit is {self.tokens} "
             f"(the larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."

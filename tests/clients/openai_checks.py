@@ -148,7 +148,7 @@ def check_responses(client: openai.OpenAI) -> None:
     history: Any = [*HELLO, *whole.output, {"role": "user", "content": "And?"}]
     assert client.responses.create(**{**fields, "input": history}).output_text
     refused: list[tuple[Any, str]] = [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
         ({"previous_response_id": whole.id}, "previous_response_id"),
         ({"input": "word " * 600}, "input"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),

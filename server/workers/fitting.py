@@ -1,0 +1,183 @@
+"""Messages in a form that a chat template shows whole.
+
+A template is made for some orders of roles. Others it refuses, or loses a message without a word. What it does with an
+order is seen by rendering it once, with marks for texts; the messages stay as they are where every mark appears, in
+its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+Messages = list[dict[str, Any]]
+Roles = tuple[str, ...]
+# Whether a template shows all messages of these roles; "call" is the assistant's call of a function, "said call" one
+# with text before it.
+Shows = Callable[[Roles], bool]
+
+_LEADING = ("system", "developer")
+_PARAGRAPH = "\n\n"
+_PROMPT = """\
+You can call these functions. Each line describes one:
+<tools>
+{tools}
+</tools>
+To call a function, write this, with its name and its arguments, a JSON object:
+{call}
+The results come between <tool_response> and </tool_response>. Without a call, answer in plain text."""
+
+
+class Writing(NamedTuple):
+    """How calls stand in an answer: first, then begin NAME middle ARGUMENTS end for each, then last. `between` stands
+    between two."""
+
+    first: str
+    begin: str
+    middle: str
+    end: str
+    between: str | None
+    last: str
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as text: names and arguments."""
+        each = [f"{self.begin}{name}{self.middle}{arguments}{self.end}" for name, arguments in calls]
+        return f"{self.first}{(self.between or '').join(each)}{self.last}"
+
+
+HERMES = Writing("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "")
+
+
+def mark(index: int) -> str:
+    """What stands for the text of a probe's message."""
+    return f"mark{index}x"
+
+
+def probe(roles: Roles) -> Messages:
+    """Messages of these roles, whose texts are marks."""
+    messages: Messages = []
+    for index, role in enumerate(roles):
+        message: dict[str, Any] = {"role": role, "content": mark(index)}
+        if role in ("call", "said call"):
+            function = {"name": "find", "arguments": json.dumps({"text": f"{mark(index)}-"})}
+            calls = [{"id": "abcdef123", "type": "function", "function": function}]
+            content = mark(index) if role == "said call" else ""
+            message = {"role": "assistant", "content": content, "tool_calls": calls}
+        elif role == "tool":
+            message["tool_call_id"] = "abcdef123"
+        messages.append(message)
+    return messages
+
+
+def shows_all(text: str, roles: Roles) -> bool:
+    """All marks of a probe are in its text, in their order."""
+    at = 0
+    for index, role in enumerate(roles):
+        marks = [mark(index)] if role != "call" else []
+        for wanted in [*marks, f"{mark(index)}-"] if "call" in role else marks:
+            at = text.find(wanted, at) + 1
+            if not at:
+                return False
+    return True
+
+
+def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
+    """The same messages, changed as little as the template needs.
+
+    Args:
+        writing: how the model writes calls, where the template cannot.
+    """
+    made = _with_calls(messages, shows, writing)
+    lead = next((place for place, one in enumerate(made) if one["role"] not in _LEADING), len(made))
+    made = _system(made[:lead], shows) + [_later(one, shows) for one in made[lead:]]
+    if _follow(made, "tool", "user") and not shows(("user", "call", "tool", "user")):
+        made = _joined(made, lambda one, next_: (one["role"], next_["role"]) == ("tool", "user"))
+    for role, around in (("user", ("user", "user")), ("assistant", ("user", "assistant", "assistant", "user"))):
+        if _follow(made, role, role) and not shows(around):
+            made = _joined(made, lambda one, next_, role=role: one["role"] == next_["role"] == role)
+    return made
+
+
+def with_tool_prompt(messages: Messages, tools: Sequence[dict[str, Any]], writing: Writing) -> Messages:
+    """The messages with a system message that tells what the template cannot: which functions there are, and how they
+    are called."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    prompt = _PROMPT.format(tools=described, call=writing.written([("NAME", "ARGUMENTS")]))
+    if messages and messages[0]["role"] in _LEADING:
+        return [{**messages[0], "content": f"{messages[0]['content']}{_PARAGRAPH}{prompt}"}, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]
+
+
+def _with_calls(messages: Messages, shows: Shows, writing: Writing) -> Messages:
+    if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
+        return messages
+    if not shows(("user", "call", "tool")):
+        results = shows(("user", "assistant", "tool"))
+        return [_call_as_text(one, writing) if results else _as_text(one, writing) for one in messages]
+    said = any(one.get("tool_calls") and one["content"] for one in messages)
+    if said and not shows(("user", "said call", "tool")) and shows(("user", "assistant", "call", "tool", "assistant")):
+        return list(itertools.chain.from_iterable(map(_parted, messages)))
+    return messages
+
+
+def _call_as_text(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = writing.written([(function["name"], function["arguments"] or "{}") for function in functions])
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": f"{message['content']}\n{calls}" if message["content"] else calls}
+
+
+def _as_text(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    return _call_as_text(message, writing)
+
+
+def _parted(message: dict[str, Any]) -> Messages:
+    """What is said before a call, as a message of its own."""
+    if not message.get("tool_calls") or not message["content"]:
+        return [message]
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [said, {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}]
+
+
+def _system(lead: Messages, shows: Shows) -> Messages:
+    """The messages of the system before all others."""
+    roles = tuple(one["role"] for one in lead)
+    if len(lead) > 1 and not shows((*roles[:2], "user")):
+        lead = _joined(lead, lambda one, next_: True)
+    return [one if shows((one["role"], "user")) else {**one, "role": "user"} for one in lead]
+
+
+def _later(message: dict[str, Any], shows: Shows) -> dict[str, Any]:
+    """A message behind the first of the user or the assistant. Of the system it is the user's, if need be."""
+    role = message["role"]
+    if role not in _LEADING:
+        return message
+    places = (("user", role), ("system", "user", "assistant", role, "user"))
+    return message if all(map(shows, places)) else {**message, "role": "user"}
+
+
+def _follow(messages: Messages, first: str, second: str) -> bool:
+    return any((one["role"], next_["role"]) == (first, second) for one, next_ in itertools.pairwise(messages))
+
+
+def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
+    """Neighbours as one message, which has the first one's fields and the last one's calls."""
+    runs: list[Messages] = []
+    for message in messages:
+        if runs and not runs[-1][-1].get("tool_calls") and joins(runs[-1][0], message):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _one(run) for run in runs]
+
+
+def _one(run: Messages) -> dict[str, Any]:
+    calls = {"tool_calls": run[-1]["tool_calls"]} if run[-1].get("tool_calls") else {}
+    texts = [message["content"] for message in run if message["content"]]
+    return {**run[0], "content": _PARAGRAPH.join(texts), **calls}
