@@ -40,6 +40,7 @@ LAYERS = {
     "engine.text.processor": 6,
     "engine.interface.llm": 7,
     "engine.interface.llm_pooling": 7,
+    "engine.interface.llm_prompts": 7,
     "engine.interface.llm_speech": 7,
     "engine.inspection": 7,
     "engine.process": 7,

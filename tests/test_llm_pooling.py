@@ -101,13 +101,14 @@ def test_every_kind_of_input_is_one_input(model: Any, hf: Any) -> None:
     llm, _ = model("plain")
     ids = hf("boats")["input_ids"]
     expected = llm.embed("boats")[0]
-    for one in ("boats", ids, tuple(ids), TokenInput(ids), ["boats"], [ids], [TokenInput(ids)], ("boats",)):
+    vllms = ({"prompt": "boats"}, {"prompt_token_ids": ids}, [{"prompt": "boats"}])
+    for one in ("boats", ids, tuple(ids), TokenInput(ids), ["boats"], [ids], [TokenInput(ids)], ("boats",), *vllms):
         assert llm.embed(one) == [expected]
     assert [len(answer.prompt_token_ids) for answer in llm.embed(["boats", ids, TokenInput(ids)])] == [len(ids)] * 3
     assert llm.embed([]) == []
     other = llm.embed(TokenInput(ids, token_type_ids=[1] * len(ids)))[0]
     assert np.abs(np.array(other.embedding) - expected.embedding).max() > 1e-2
-    for wrong in (None, 3, [None], [["a", 1]], {"text": "a"}, [True, False], [("a", "b")], b"a", [1.5]):
+    for wrong in (None, 3, [None], [["a", 1]], {"text": "a"}, {"prompt": 3}, [True, False], [("a", "b")], b"a", [1.5]):
         with pytest.raises(InvalidRequestError, match="must be a text"):
             llm.embed(wrong)
     with pytest.raises(InvalidRequestError, match="pairs of texts are for classifiers"):

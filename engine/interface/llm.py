@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
+from engine.interface.llm_prompts import Prompt, list_prompts, read_prompt
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
@@ -26,7 +27,6 @@ from engine.pooled import check_sides
 from engine.text.processor import OutputProcessor, load_tokenizer
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
-Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
 
 
 class LLM(PoolingMethods):
@@ -64,9 +64,9 @@ class LLM(PoolingMethods):
         """Answers to all prompts, in their order; all run together.
 
         Args:
-            prompts: text, token ids, or a list of either. Of an encoder-decoder model they are the encoder's inputs; a
-                `Seq2SeqInput`, or of a speech model an `AudioInput`, holds one, and the beginning of the decoder's
-                answer.
+            prompts: a text, token ids, a dictionary as vLLM takes it (`prompt` or `prompt_token_ids`; `encoder_prompt`
+                and `decoder_prompt`), or a list of these. An encoder-decoder model's encoder reads them; a
+                `Seq2SeqInput`, or for a speech model an `AudioInput`, also holds the beginning of the answer.
             params: for all prompts, or one per prompt; None takes the model's defaults.
             use_tqdm: progress bar; None shows one for long lists.
 
@@ -75,7 +75,7 @@ class LLM(PoolingMethods):
             RequestFailedError: the engine failed on a request.
         """
         check_task(self.engine.info, "generate")
-        inputs = [self._input(prompt) for prompt in self._listed(prompts)]
+        inputs = [read_prompt(prompt, self.tokenizer, self.engine.info) for prompt in list_prompts(prompts)]
         each = self._params(params, len(inputs))
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         processors: dict[str, OutputProcessor] = {}
@@ -146,14 +146,6 @@ class LLM(PoolingMethods):
                     unfinished.remove(delta.request_id)
                     bar.update()
 
-    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput)):
-            return [prompts]
-        items = list(prompts)
-        if items and isinstance(items[0], int):
-            return [items]
-        return items
-
     def _unanswered(
         self, request_id: str, input: TokenInput | Seq2SeqInput | AudioInput, params: SamplingParams
     ) -> RequestOutput:
@@ -176,19 +168,6 @@ class LLM(PoolingMethods):
             finished=False,
             encoder_token_ids=encoded,
         )
-
-    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput | AudioInput:
-        if isinstance(prompt, (TokenInput, Seq2SeqInput, AudioInput)):
-            return prompt
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    f"{self.engine.config.model} has no tokenizer, so prompts must be token ids. Set tokenizer to a "
-                    "folder that has one.",
-                    param="prompt",
-                )
-            return TokenInput(self.tokenizer.encode(prompt), prompt)
-        return TokenInput(prompt)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
