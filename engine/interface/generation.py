@@ -66,7 +66,13 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "token_healing": (False,),
     "num_return_sequences": (1,),
+    # Of GGUF files (`engine.model.gguf.sampling`).
+    "mirostat": (0,),
+    "penalty_last_n": (-1,),
+    "sampling_sequence": (),
 }
+FALLBACK = "sampling_fallback"
+"""The field of a GGUF file's `generation_config.json` that holds llama.cpp's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class GenerationDefaults:
 
     Attributes:
         values: the honoured fields of `generation_config.json` that are set.
+        fallback: values of further fields, for requests that give no temperature.
         eos_ids: ids that end a sequence.
         ignored: fields that would change the answer and are not implemented.
         decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
@@ -82,6 +89,7 @@ class GenerationDefaults:
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
+    fallback: Mapping[str, Any] = field(default_factory=dict)
     eos_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()
     decoder_start_token_id: int | None = None
@@ -156,8 +164,24 @@ def load_defaults(
         known_ids = set(_known_ids("bad_words_ids", {i for word in values["bad_words_ids"] for i in word}, vocab_size))
         values["bad_words_ids"] = [word for word in values["bad_words_ids"] if known_ids.issuperset(word)]
     return GenerationDefaults(
-        values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start, speech=speech
+        values=values,
+        fallback=stored.get(FALLBACK) or {},
+        eos_ids=eos_ids,
+        ignored=tuple(ignored),
+        decoder_start_token_id=start,
+        speech=speech,
     )
+
+
+def log_fallback(defaults: GenerationDefaults) -> None:
+    """Say in one line which sampling defaults are not the model's own."""
+    if defaults.fallback:
+        logger.info(
+            "the GGUF file sets no %s: requests without a temperature use llama.cpp's defaults, %s "
+            "(--generation-config none: sample unfiltered at temperature 1)",
+            " or ".join(defaults.fallback),
+            ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
+        )
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
@@ -228,7 +252,8 @@ def resolve(
         InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
             that came together contradict each other.
     """
-    values = defaults.values
+    # A request that gives a temperature chooses its filters itself.
+    values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}
 
     def pick(name: str, given: Any, otherwise: Any) -> Any:
         return given if given is not None else values.get(name, otherwise)

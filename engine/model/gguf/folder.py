@@ -23,6 +23,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.host.folders import cache_folder, make_private, make_spare
 from engine.model.gguf.architectures import describe
 from engine.model.gguf.container import Gguf, read_gguf
+from engine.model.gguf.sampling import sampling_fields
 from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
 
 LINK = "model.gguf"
@@ -31,7 +32,7 @@ NO_TOKENIZER = "no_tokenizer.txt"
 """The file that says why there is no tokenizer."""
 SUFFIX = ".gguf"
 
-_FORMAT = 2
+_FORMAT = 3
 """Changes with what is written."""
 _UNFINISHED = ".octavo-writing-"
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -141,7 +142,8 @@ def _contents(file: Gguf) -> dict[str, Any]:
     ids = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")} | {"eos_token_id": ends or None}
     found: dict[str, Any] = {
         "config.json": config | ids | {"dtype": _dtype(file)},
-        "generation_config.json": {name: value for name, value in ids.items() if value is not None},
+        "generation_config.json": {name: value for name, value in ids.items() if value is not None}
+        | sampling_fields(file),
     }
     try:
         found |= tokenizer_files(file)
