@@ -36,7 +36,13 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
     own = config.tokenizer is None
     source = info.model_path if own else config.tokenizer
     revision = config.revision if own else None
-    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
+    tokenizer = load_tokenizer(
+        source or "",
+        revision=revision,
+        hf_token=config.hf_token,
+        lower_case=info.lower_case,
+        chat_template=config.chat_template,
+    )
     check_sides(info, tokenizer)
     adopt_libraries()
     if tokenizer is not None:

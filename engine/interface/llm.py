@@ -24,6 +24,7 @@ from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.pooled import check_sides
+from engine.text.chat_templates import read_template
 from engine.text.processor import OutputProcessor, load_tokenizer
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
@@ -43,6 +44,8 @@ class LLM(PoolingMethods):
 
     def __init__(self, model: str, **settings: Any):
         config = EngineConfig(model=str(model), **({"max_step_time": 0.0} | settings))
+        if config.chat_template is not None:
+            read_template(config.chat_template)  # so that a wrong name is known before the model loads
         engine, tokenizer = Engine(config), None
         if not config.skip_tokenizer_init:
             tokenizer = load_tokenizer(
@@ -50,6 +53,7 @@ class LLM(PoolingMethods):
                 revision=config.revision if config.tokenizer else None,
                 hf_token=config.hf_token,
                 lower_case=engine.info.lower_case,
+                chat_template=config.chat_template,
             )
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)

@@ -165,7 +165,7 @@ class Tokenizer:
         if template is None:
             raise InvalidRequestError(
                 "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
-                "Use the completions endpoint, or pass a chat template.",
+                "Use completions, or set chat_template (--chat-template) to a file or a name such as chatml.",
                 param="messages",
                 code="no_chat_template",
             )

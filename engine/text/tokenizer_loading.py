@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelLoadError
+from engine.text.chat_templates import read_template
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.tokenizer")
@@ -48,7 +49,12 @@ COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json"
 
 
 def load_tokenizer(
-    path_or_id: str | Path, revision: str | None = None, hf_token: str | None = None, *, lower_case: bool = False
+    path_or_id: str | Path,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    *,
+    lower_case: bool = False,
+    chat_template: str | None = None,
 ) -> Tokenizer | None:
     """Load a model's tokenizer, without running any code that comes with it.
 
@@ -57,13 +63,16 @@ def load_tokenizer(
         revision: branch, tag or commit on the hub.
         hf_token: access token for the hub.
         lower_case: texts are lower-cased before they are tokenised (`EngineInfo.lower_case`).
+        chat_template: replaces the tokenizer's own (see `read_template`).
 
     Returns:
         The tokenizer, or None where there are no tokenizer files at all.
 
     Raises:
         ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
+        ConfigError: there is no such chat template.
     """
+    template = None if chat_template is None else read_template(chat_template)
     folder = Path(path_or_id)
     if not folder.is_dir():
         folder = _download(str(path_or_id), revision, hf_token)
@@ -73,7 +82,10 @@ def load_tokenizer(
         return None
     try:
         marked: Literal["source", "target"] = "target" if _class_name(folder) in TARGET_MARKED else "source"
-        return Tokenizer(_load(folder), lower_case=lower_case, marked_side=marked)
+        hf = _load(folder)
+        if template is not None:
+            hf.chat_template = template
+        return Tokenizer(hf, lower_case=lower_case, marked_side=marked)
     except Exception as error:  # tokenizers fail with bare exceptions of many kinds
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
