@@ -81,7 +81,9 @@ if TYPE_CHECKING:
         inspect_torch,
     )
     from engine.interface.llm import LLM
+    from engine.model.folders import find_here
     from engine.model.quantised_writing import quantise_checkpoint
+    from engine.text.chat_templates import read_template
 
 __all__ = [
     "BIAS_RANGE",
@@ -146,6 +148,7 @@ __all__ = [
     "available_memory",
     "compute_in_one_thread",
     "default_topic",
+    "find_here",
     "inspect_device",
     "inspect_flash",
     "inspect_gpu",
@@ -156,6 +159,7 @@ __all__ = [
     "inspect_torch",
     "parse_bytes",
     "quantise_checkpoint",
+    "read_template",
     "resolve_pooling",
 ]
 
@@ -168,6 +172,7 @@ _LAZY = {
     "LLM": ".interface.llm",
     "ModelFacts": ".inspection",
     "TorchFacts": ".inspection",
+    "find_here": ".model.folders",
     "inspect_device": ".inspection",
     "inspect_flash": ".inspection",
     "inspect_gpu": ".inspection",
@@ -177,6 +182,7 @@ _LAZY = {
     "inspect_threads": ".inspection",
     "inspect_torch": ".inspection",
     "quantise_checkpoint": ".model.quantised_writing",
+    "read_template": ".text.chat_templates",
 }
 
 

@@ -290,6 +290,9 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere\.gguf does not exist"):
         checkpoint.locate("nowhere.gguf")
     (tmp_path / "a.gguf").symlink_to(llama)
+    for wrong, meant in ((tmp_path / "aa.gguf", tmp_path / "a.gguf"), (f"{tmp_path}s", tmp_path)):
+        with pytest.raises(ModelLoadError, match=rf"{wrong} does not exist\. Did you mean {meant}\?"):
+            checkpoint.locate(str(wrong))
     (tmp_path / "b.gguf").symlink_to(llama)
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
         checkpoint.locate(str(tmp_path))

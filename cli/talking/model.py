@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cli.errors import NoServerError, TalkError
 from cli.talking.options import default_key, default_url, loading
 from cli.terminal.style import note, say
+from engine import ModelLoadError, find_here
 from server.config.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -154,6 +155,11 @@ def open_model(
         if serving is not None:
             yield serving
             return
+    if name is not None:
+        try:
+            find_here(name)  # a wrong name is known before any process starts
+        except ModelLoadError as problem:
+            raise TalkError(str(problem)) from None
     what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
     if name is None and not loading:
         note(f"No server answers at {default_url}, so {what} is loaded here.")
