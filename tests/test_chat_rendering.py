@@ -14,7 +14,7 @@ import pytest
 from fake_client import hf_byte_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine import ConfigError, InvalidRequestError
+from engine import ConfigError
 from engine.text.chat_templates import NAMES, read_template
 from engine.text.processor import Tokenizer
 from server.answering.messages import read_messages
@@ -172,9 +172,10 @@ def test_real_templates_render_calls_as_transformers_does(pool: WorkerPool) -> N
             continue
         expected = []
         for content, arguments in itertools.product(("", None), (ARGUMENTS, json.dumps(ARGUMENTS))):
-            with contextlib.suppress(InvalidRequestError):
-                messages = as_documented(CONVERSATION, content, arguments)
-                expected.append(tokenizer.apply_chat_template(messages, tools=TOOLS))
+            messages = as_documented(CONVERSATION, content, arguments)
+            with contextlib.suppress(Exception):  # a template may fail in any way on a form that it does not know
+                theirs = tokenizer._hf.apply_chat_template  # transformers' own
+                expected.append(theirs(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False))
         assert text == expected[0], f"{path.stem}: not the documented form, where the template takes that"
         assert "five" in text, path.stem
         assert "drei" in text or path.stem in ("ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct")

@@ -188,16 +188,17 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.images",
         "engine.pooled",
         "engine.pooled.vectors",
+        "engine.text.conversations",
         "engine.text.grammars",
         "engine.text.processor",
     }
 
 
-# Counting the signs of a body is no model's work, and transformers renders chat templates and parses answers to them.
-COUNTS, RENDERS, PARSES = "server.api.structure", "server.workers.templates", "server.answering.parsing"
+# Counting the signs of a body is no model's work, and transformers parses answers by templates.
+COUNTS, PARSES = "server.api.structure", "server.answering.parsing"
 
 
-@each_file("server", "cli", but=(COUNTS, RENDERS, PARSES))
+@each_file("server", "cli", but=(COUNTS, PARSES))
 def test_server_and_command_line_compute_nothing(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
 
