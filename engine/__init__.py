@@ -21,6 +21,7 @@ from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
 from engine.interface.cache_map import CacheMap, LiveRequest
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS
+from engine.interface.generation import chat_max_tokens
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         inspect_torch,
     )
     from engine.interface.llm import LLM
+    from engine.interface.llm_beams import BeamSearchParams
     from engine.model.folders import find_here
     from engine.model.quantised_writing import quantise_checkpoint
     from engine.text.chat_templates import read_template
@@ -100,6 +102,7 @@ __all__ = [
     "NUMBER_RANGES",
     "AudioInput",
     "BeamMoves",
+    "BeamSearchParams",
     "CacheFacts",
     "CacheMap",
     "ChoiceDelta",
@@ -146,6 +149,7 @@ __all__ = [
     "Transcription",
     "UnsupportedModelError",
     "available_memory",
+    "chat_max_tokens",
     "compute_in_one_thread",
     "default_topic",
     "find_here",
@@ -165,6 +169,7 @@ __all__ = [
 
 
 _LAZY = {
+    "BeamSearchParams": ".interface.llm_beams",
     "CacheFacts": ".inspection",
     "FlashFacts": ".execution.whole_prompts",
     "GpuFacts": ".execution.gpu_choice",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import LLM, InvalidRequestError, SamplingParams
+from engine import LLM, BeamSearchParams, ConfigError, InvalidRequestError, SamplingParams
 from server.config.settings import DEMOS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -18,7 +17,7 @@ STORY = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with closing(LLM(str(DEMOS["chat"]), show_progress=False, device="cpu")) as made:
+    with LLM(str(DEMOS["chat"]), show_progress=False, device="cpu") as made:
         yield made
         made.engine.check_integrity()
 
@@ -76,3 +75,103 @@ def test_other_prompts_are_refused(llm: LLM, prompts: Any, words: str) -> None:
         llm.generate(prompts, GREEDY)
     assert caught.value.param == "prompt"
     assert not llm.engine.has_unfinished_requests()
+
+
+QUESTION = [{"role": "user", "content": "What is a token?"}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+def test_conversations_are_answered_as_their_rendered_prompts_are(llm: LLM) -> None:
+    ends = SamplingParams(temperature=0)
+    hf = llm.get_tokenizer()
+    talk = [
+        *QUESTION,
+        {"role": "assistant", "content": "A piece of text."},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is a token?"}]}]
+    answers = llm.chat([QUESTION, talk, parts], sampling_params=ends)
+    for messages, answer in zip((QUESTION, talk, QUESTION), answers, strict=True):
+        rendered = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert (answer.prompt, answer.prompt_token_ids) == (rendered, ids)
+        (direct,) = llm.generate([ids], params=SamplingParams(temperature=0, max_tokens=200))
+        assert direct.outputs == answer.outputs, "an answer has room until it ends"
+        assert answer.outputs[0].finish_reason == "stop"
+    assert answers[0].outputs[0].text == "A token is a piece of text, such as a word or a part of a word."
+    (short,) = llm.chat(QUESTION, GREEDY)
+    assert len(short.outputs[0].token_ids) == 8
+
+
+def test_what_a_template_is_given(llm: LLM) -> None:
+    template = "{{ mood }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ tools[0].function.name }}"
+    (answer,) = llm.chat(
+        QUESTION, GREEDY, chat_template=template, tools=[TOOL], chat_template_kwargs={"mood": "Well: "}
+    )
+    assert answer.prompt == "Well: [What is a token?]add"
+    (answer,) = llm.chat(QUESTION, GREEDY, chat_template="chatml")
+    assert answer.prompt == "<|im_start|>user\nWhat is a token?<|im_end|>\n<|im_start|>assistant\n"
+    begun = [*QUESTION, {"role": "assistant", "content": "A token is a"}]
+    (answer,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert (answer.prompt or "").endswith("A token is a")
+    assert answer.outputs[0].text.startswith(" piece of text")
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "words"),
+    [
+        ([], {}, "messages must be a conversation"),
+        ("hi", {}, "messages must be a conversation"),
+        ([QUESTION, []], {}, r"messages\[1\] must be a list of messages"),
+        ([{"content": "a"}], {}, r"messages\[0\] must be a dictionary with role and content"),
+        ([{"role": "user", "content": 3}], {}, r"messages\[0\].content must be a text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "other parts are not read"),
+        ([{"role": "assistant", "tool_calls": [1]}], {}, "tool_calls must hold dictionaries"),
+        (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template knows no tools"),
+        (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "does not accept .*: no such role"),
+        (QUESTION, {"continue_final_message": True}, "contradict each other"),
+        (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "give one of them"),
+    ],
+)
+def test_other_conversations_are_refused(llm: LLM, messages: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.chat(messages, **more)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_beams_under_vllms_names(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    (found,) = llm.beam_search([{"prompt": STORY}], BeamSearchParams(beam_width=3, max_tokens=6))
+    (direct,) = llm.generate(STORY, SamplingParams(num_beams=3, n=3, max_tokens=6))
+    ids = direct.prompt_token_ids
+    assert [one.tokens for one in found.sequences] == [ids + output.token_ids for output in direct.outputs]
+    assert [one.cum_logprob for one in found.sequences] == [one.cumulative_logprob for one in direct.outputs]
+    best = found.sequences[0]
+    assert best.text is not None
+    assert best.text.endswith(STORY + direct.outputs[0].text)
+    scores = [one.score for one in found.sequences]
+    assert None not in scores
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    with pytest.raises(InvalidRequestError, match="temperature must be 0 in a beam search, got 1"):
+        llm.beam_search(STORY, BeamSearchParams(beam_width=2, max_tokens=3, temperature=1))
+
+
+def test_what_it_says_of_itself(llm: LLM) -> None:
+    own = llm.get_default_sampling_params()
+    assert own.temperature == 0.7, "as its generation_config.json has it"
+    seeded = SamplingParams(seed=3, max_tokens=12)
+    for params in (seeded, SamplingParams(seed=3, max_tokens=12, temperature=own.temperature)):
+        assert llm.generate(STORY, params)[0].outputs == llm.generate(STORY, seeded)[0].outputs
+    llm.generate(STORY, own)
+    metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert metrics["num_running"] == 0
+    assert metrics["prompt_tokens_cached"] == llm.stats().prompt_tokens_cached > 0
+    cached = llm.generate(STORY * 8, GREEDY)[0].num_cached_tokens
+    assert llm.generate(STORY * 8, GREEDY)[0].num_cached_tokens > cached
+    assert llm.reset_prefix_cache()
+    assert llm.generate(STORY * 8, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_a_wrong_template_is_told_before_the_model_loads() -> None:
+    with pytest.raises(ConfigError, match="chat_template must be a file or one of"):
+        LLM("there/is/no/model", chat_template="nothing")

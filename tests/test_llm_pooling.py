@@ -91,6 +91,17 @@ def test_vectors(model: Any, hf: Any) -> None:
             assert answer.hidden_size == 32
         for answer, vector in zip(llm.embed(TEXTS, mode, True), vectors, strict=True):
             close(answer.embedding, vector / vector.norm())
+        params = PoolingParams(task="embed", pooling=mode, normalize=False)
+        for answer, vector in zip(llm.encode(TEXTS, params), vectors, strict=True):
+            close(answer.outputs.data, vector)
+    for answer, state in zip(llm.encode(TEXTS, pooling_task="token_embed"), states, strict=True):
+        close(answer.data, state)
+    with pytest.raises(InvalidRequestError, match=r"encode serves embed, .*, not fill_mask"):
+        llm.encode("a", pooling_task="fill_mask")
+    with pytest.raises(InvalidRequestError, match="pooling_task is embed, and pooling_params say classify"):
+        llm.encode("a", PoolingParams(task="classify"), pooling_task="embed")
+    with pytest.raises(InvalidRequestError, match="cannot serve classify"):
+        llm.reward("a")
     own = [answer.embedding for answer in llm.embed(TEXTS)]
     close(own, [answer.embedding for answer in llm.embed(TEXTS, "mean", True)])
     short = llm.embed(TEXTS[0], normalize=True, dimensions=5)[0].embedding
@@ -132,6 +143,8 @@ def test_classes_of_texts_and_pairs(name: str, model: Any, hf: Any) -> None:
         assert mine.label == theirs.config.id2label[int(logits.argmax())]
         assert mine.num_classes == len(mine.probs)
     assert len({answer.probs[0] for answer in raw}) >= len(inputs) - 1  # "boats" came twice
+    close([answer.data.tolist() for answer in llm.reward(TEXTS)], [answer.probs for answer in raw[: len(TEXTS)]])
+    close([answer.data.tolist() for answer in llm.encode(TEXTS)], [a.probs for a in llm.classify(list(TEXTS))])
     alone = llm.classify(("Ada", "London"))
     assert len(alone) == 1
     close(alone[0].probs, llm.classify([("Ada", "London")])[0].probs)

@@ -14,7 +14,7 @@ import numpy as np
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import AllowedTokens, Constraint
 from engine.interface.dry import DEFAULT_ALLOWED_LENGTH, DEFAULT_BASE, Breakers, Dry
-from engine.interface.outputs import SpeechInfo
+from engine.interface.outputs import EngineInfo, SpeechInfo
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.speech import Vocabulary, read_speech
@@ -94,6 +94,18 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()
     decoder_start_token_id: int | None = None
     speech: SpeechInfo | None = None
+
+    def as_params(self) -> SamplingParams:
+        """The parameters by which a request asks for these defaults."""
+        names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+        known = {item.name for item in fields(SamplingParams)}
+        given = {names.get(name, name): value for name, value in {**self.fallback, **self.values}.items()}
+        if given.get("do_sample") is False:
+            given["temperature"] = 0.0
+        ends = given.get("forced_eos_token_id")
+        if isinstance(ends, list):  # a request names one
+            given["forced_eos_token_id"] = ends[0] if len(ends) == 1 else None
+        return SamplingParams(**{name: value for name, value in given.items() if name in known})
 
 
 def load_defaults(
@@ -337,6 +349,27 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
     if "max_new_tokens" not in defaults.values:
         del found["max_tokens"]  # it depends on the prompt, or on the endpoint
     return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
+    """Most tokens of an answer in a conversation where its request does not say: what is left of the context, and of
+    the KV cache where several sequences could fill it. None where the engine knows: the model's generation config or a
+    catalogue says it.
+
+    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
+    texts serve such a chat better than room for a long answer.
+    """
+    if params.constraint is not None:
+        return None
+    if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
+        return None
+    width = max(params.n, params.num_beams or 1)
+    pages = info.num_blocks // width
+    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
+    room = min(info.max_model_len, length) - prompt_len
+    if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
+        room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
+    return max(room, 1)  # where there is no room the engine says so
 
 
 def _dry(params: SamplingParams, breakers: Breakers) -> Dry:

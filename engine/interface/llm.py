@@ -3,9 +3,10 @@ in, texts out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,10 @@ from engine.audio.transcribing import Transcription
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.generation import chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
+from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
+from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
 from engine.interface.llm_prompts import Prompt, list_prompts, read_prompt
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
@@ -24,10 +28,19 @@ from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.pooled import check_sides
+from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
 from engine.text.processor import OutputProcessor, load_tokenizer
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
+AnyInput = TokenInput | Seq2SeqInput | AudioInput
+
+
+class Metric(NamedTuple):
+    """A number that the engine counts or measures."""
+
+    name: str
+    value: float
 
 
 class LLM(PoolingMethods):
@@ -58,11 +71,18 @@ class LLM(PoolingMethods):
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together.
@@ -71,16 +91,101 @@ class LLM(PoolingMethods):
             prompts: a text, token ids, a dictionary as vLLM takes it (`prompt` or `prompt_token_ids`; `encoder_prompt`
                 and `decoder_prompt`), or a list of these. An encoder-decoder model's encoder reads them; a
                 `Seq2SeqInput`, or for a speech model an `AudioInput`, also holds the beginning of the answer.
-            params: for all prompts, or one per prompt; None takes the model's defaults.
+            sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
+            params: the same under another name.
             use_tqdm: progress bar; None shows one for long lists.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
+        inputs = self._inputs(prompts)
+        return self._answers(inputs, self._params(sampling_params, params, len(inputs)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, in their order; all run together.
+
+        An answer may fill what is left of the context where neither max_tokens nor the model says otherwise. Calls of
+        tools are in its text as the model writes them.
+
+        Args:
+            messages: a conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+            sampling_params: for all conversations, or one per conversation; None takes the model's defaults.
+            chat_template: in place of the model's own: a Jinja template, a file or a name such as chatml.
+            add_generation_prompt: open the assistant's answer.
+            continue_final_message: go on with the last message instead; needs add_generation_prompt=False.
+            tools: {"type": "function", "function": {...}} each, or Python functions with docstrings.
+            documents: as the template wants them.
+            chat_template_kwargs: further names for the template, such as enable_thinking.
+            params: sampling_params under another name.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model knows no conversations, or a message or a parameter is impossible; nothing
+                was generated.
+            ConfigError: there is no such chat template.
+            RequestFailedError: the engine failed on a request.
+        """
+        info = self.engine.info
+        check_task(info, "generate")
+        check_chats(info)
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt contradict each other; set one of them to False.",
+                param="continue_final_message",
+            )
+        tokenizer = need_tokenizer(self.tokenizer, info)
+        inputs = [
+            conversation_prompt(
+                conversation, tokenizer, chat_template=chat_template, tools=tools or None, documents=documents or None,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in read_conversations(messages)
+        ]  # fmt: skip
+        each = [
+            replace(chosen, max_tokens=chat_max_tokens(chosen, info, len(input.token_ids)))
+            if chosen.max_tokens is None
+            else chosen
+            for input, chosen in zip(inputs, self._params(sampling_params, params, len(inputs)), strict=True)
+        ]
+        return self._answers(inputs, each, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt by beam search, with the rules of `transformers`.
+
+        `generate` with `SamplingParams(num_beams=...)` is the same search with all other parameters.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is impossible; nothing was generated.
+            RequestFailedError: the engine failed on a request.
+        """
+        inputs = self._inputs(prompts)
+        answers = self._answers(inputs, [params.sampling] * len(inputs), use_tqdm)
+        return [sequences_of(answer, self.tokenizer) for answer in answers]
+
+    def _inputs(self, prompts: Prompt | Sequence[Prompt]) -> list[AnyInput]:
         check_task(self.engine.info, "generate")
-        inputs = [read_prompt(prompt, self.tokenizer, self.engine.info) for prompt in list_prompts(prompts)]
-        each = self._params(params, len(inputs))
+        return [read_prompt(prompt, self.tokenizer, self.engine.info) for prompt in list_prompts(prompts)]
+
+    def _answers(
+        self, inputs: Sequence[AnyInput], each: Sequence[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         processors: dict[str, OutputProcessor] = {}
         results: dict[str, RequestOutput] = {}
@@ -122,6 +227,26 @@ class LLM(PoolingMethods):
         places = partial(self._pool_inputs, what="aligning", use_tqdm=use_tqdm)
         return Transcriber(self.engine.info, tokenizer, answers, places).transcribe(listed, wanted or Transcription())
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, an object of `transformers`.
+
+        Raises:
+            InvalidRequestError: it has none.
+        """
+        return need_tokenizer(self.tokenizer, self.engine.info).hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests decode with that say nothing: the model's own defaults."""
+        return self.engine.defaults.as_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False, and nothing is forgotten, while requests hold some."""
+        return self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine, those of `stats`, by their names."""
+        return [Metric(name, value) for name, value in asdict(self.engine.stats()).items()]
+
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
         return self.engine.stats()
@@ -150,9 +275,7 @@ class LLM(PoolingMethods):
                     unfinished.remove(delta.request_id)
                     bar.update()
 
-    def _unanswered(
-        self, request_id: str, input: TokenInput | Seq2SeqInput | AudioInput, params: SamplingParams
-    ) -> RequestOutput:
+    def _unanswered(self, request_id: str, input: AnyInput, params: SamplingParams) -> RequestOutput:
         info = self.engine.info
         if isinstance(input, AudioInput):
             begun = decoder_tokens(input.decoder_token_ids or (), decoder_start(params, info))
@@ -173,11 +296,19 @@ class LLM(PoolingMethods):
             encoder_token_ids=encoded,
         )
 
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
+    def _params(
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+    ) -> list[SamplingParams]:
+        if sampling_params is not None and params is not None:
+            raise InvalidRequestError("params and sampling_params are the same; give one of them.", param="params")
+        given = params if sampling_params is None else sampling_params
+        if given is None:
             return [SamplingParams()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequestError(f"{count} prompts came with {len(params)} SamplingParams.", param="params")
-        return list(params)
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidRequestError(f"{count} prompts came with {len(given)} SamplingParams.", param="params")
+        return list(given)

@@ -40,7 +40,7 @@ def fit_messages(
             message["role"] = "system"
         calls = message.get("tool_calls")
         if shortens and calls:
-            message["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
+            message["tool_calls"] = [{**call, "id": _short(str(call.get("id", "")))} for call in calls]
         if shortens and "tool_call_id" in message:
             message["tool_call_id"] = _short(message["tool_call_id"])
     return fitted

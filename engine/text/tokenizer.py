@@ -130,6 +130,11 @@ class Tokenizer:
         return type(self._hf).__name__
 
     @property
+    def hf(self) -> Any:
+        """The `transformers` tokenizer. Its settings are not to be changed."""
+        return self._hf
+
+    @property
     def is_fast(self) -> bool:
         """It is the tokenizers library's, and can be saved."""
         return self._fast is not None
