@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,42 @@ def test_other_prompts_are_refused(llm: LLM, prompts: Any, words: str) -> None:
         llm.generate(prompts, GREEDY)
     assert caught.value.param == "prompt"
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_bad_words_are_not_written(llm: LLM) -> None:
+    (free,) = llm.generate(STORY, GREEDY)
+    assert free.outputs[0].text.startswith(" there was a")
+    (kept,) = llm.generate(STORY, replace(GREEDY, bad_words=["was", "there"]))
+    assert not {"was", "there"} & set(kept.outputs[0].text.split())
+    assert llm.generate(STORY, replace(GREEDY, bad_words=[]))[0].outputs == free.outputs
+    with pytest.raises(InvalidRequestError, match="bad_words is for LLM and HTTP"):
+        llm.engine.add_request("direct", [5], replace(GREEDY, bad_words=["was"]))
+
+
+def test_long_prompts_are_cut(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(STORY, add_special_tokens=False)
+    special = llm.tokenizer.encode("")
+    (answer,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=3))
+    assert answer.prompt_token_ids == ids[-3:]
+    assert answer.outputs == llm.generate([ids[-3:]], GREEDY)[0].outputs
+    (answer,) = llm.generate(STORY, replace(GREEDY, truncate_prompt_tokens=len(special) + 2))
+    assert answer.prompt_token_ids == special + ids[-2:], "a text keeps its special tokens"
+    longest = llm.engine.info.max_model_len
+    (answer,) = llm.generate([ids * longest], replace(GREEDY, truncate_prompt_tokens=-1))
+    assert len(answer.prompt_token_ids) == longest - 8
+    rendered = llm.chat(QUESTION, GREEDY)[0].prompt_token_ids
+    assert llm.chat(QUESTION, replace(GREEDY, truncate_prompt_tokens=4))[0].prompt_token_ids == rendered[-4:]
+    with pytest.raises(InvalidRequestError, match=f"at most {longest} .max_model_len."):
+        llm.generate(STORY, replace(GREEDY, truncate_prompt_tokens=longest + 1))
+
+
+def test_answers_without_text(llm: LLM) -> None:
+    (answer,) = llm.generate(STORY, replace(GREEDY, detokenize=False))
+    assert answer.outputs[0].text == ""
+    assert answer.outputs[0].token_ids == llm.generate(STORY, GREEDY)[0].outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="detokenize is false"):
+        SamplingParams(stop="a", detokenize=False)
 
 
 QUESTION = [{"role": "user", "content": "What is a token?"}]

@@ -264,6 +264,11 @@ def resolve(
         InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
             that came together contradict each other.
     """
+    for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
+        if getattr(params, name):
+            raise InvalidRequestError(
+                f"{name} is for LLM and HTTP; the engine itself has no tokenizer and takes {instead}.", param=name
+            )
     # A request that gives a temperature chooses its filters itself.
     values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}
 
@@ -343,7 +348,8 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
     found = {
         item.name: getattr(decoding, item.name, getattr(asked, item.name))
         for item in fields(SamplingParams)
-        if item.name not in ("seed", "stream_beams", "timestamps")  # they say nothing of how it is decoded
+        if item.name
+        not in ("seed", "stream_beams", "timestamps", "detokenize")  # they say nothing of how it is decoded
     }
     found["renormalize_logits"] = decoding.renormalize
     if "max_new_tokens" not in defaults.values:

@@ -22,7 +22,7 @@ from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
 from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
-from engine.interface.llm_prompts import Prompt, list_prompts, read_prompt
+from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
@@ -30,10 +30,9 @@ from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, T
 from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
-from engine.text.processor import OutputProcessor, load_tokenizer
+from engine.text.processor import OutputProcessor, load_tokenizer, spell_bad_words
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
-AnyInput = TokenInput | Seq2SeqInput | AudioInput
 
 
 class Metric(NamedTuple):
@@ -99,8 +98,8 @@ class LLM(PoolingMethods):
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
-        inputs = self._inputs(prompts)
-        return self._answers(inputs, self._params(sampling_params, params, len(inputs)), use_tqdm)
+        listed = list_prompts(prompts)
+        return self._generated(listed, self._params(sampling_params, params, len(listed)), use_tqdm)
 
     def chat(
         self,
@@ -156,11 +155,16 @@ class LLM(PoolingMethods):
             )
             for conversation in read_conversations(messages)
         ]  # fmt: skip
+        each = self._params(sampling_params, params, len(inputs))
+        inputs = [
+            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen).cut(input.token_ids))
+            for input, chosen in zip(inputs, each, strict=True)
+        ]
         each = [
             replace(chosen, max_tokens=chat_max_tokens(chosen, info, len(input.token_ids)))
             if chosen.max_tokens is None
             else chosen
-            for input, chosen in zip(inputs, self._params(sampling_params, params, len(inputs)), strict=True)
+            for input, chosen in zip(inputs, each, strict=True)
         ]
         return self._answers(inputs, each, use_tqdm)
 
@@ -175,17 +179,24 @@ class LLM(PoolingMethods):
             InvalidRequestError: a prompt or a parameter is impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
-        inputs = self._inputs(prompts)
-        answers = self._answers(inputs, [params.sampling] * len(inputs), use_tqdm)
+        listed = list_prompts(prompts)
+        answers = self._generated(listed, [params.sampling] * len(listed), use_tqdm)
         return [sequences_of(answer, self.tokenizer) for answer in answers]
 
-    def _inputs(self, prompts: Prompt | Sequence[Prompt]) -> list[AnyInput]:
-        check_task(self.engine.info, "generate")
-        return [read_prompt(prompt, self.tokenizer, self.engine.info) for prompt in list_prompts(prompts)]
+    def _generated(
+        self, prompts: Sequence[Any], each: Sequence[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        info, tokenizer = self.engine.info, self.tokenizer
+        check_task(info, "generate")
+        inputs = [
+            PromptReader.of(tokenizer, info, params).read(prompt) for prompt, params in zip(prompts, each, strict=True)
+        ]
+        return self._answers(inputs, each, use_tqdm)
 
     def _answers(
         self, inputs: Sequence[AnyInput], each: Sequence[SamplingParams], use_tqdm: bool | None
     ) -> list[RequestOutput]:
+        each = [replace(spell_bad_words(params, self.tokenizer), truncate_prompt_tokens=None) for params in each]
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         processors: dict[str, OutputProcessor] = {}
         results: dict[str, RequestOutput] = {}
