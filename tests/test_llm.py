@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import LLM, BeamSearchParams, ConfigError, InvalidRequestError, SamplingParams
+from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
+from engine.interface.llm_arguments import engine_config
 from server.config.settings import DEMOS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -207,6 +209,23 @@ def test_what_it_says_of_itself(llm: LLM) -> None:
     assert llm.generate(STORY * 8, GREEDY)[0].num_cached_tokens > cached
     assert llm.reset_prefix_cache()
     assert llm.generate(STORY * 8, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
+    given = {"tensor_parallel_size": 1, "trust_remote_code": False, "enable_chunked_prefill": True, "swap_space": 4}
+    config = engine_config("m", {**given, "kv_cache_memory_bytes": 2**30, "dtype": "half", "max_model_len": 64})
+    assert config == EngineConfig(
+        model="m", kv_cache_memory=2**30, dtype="float16", max_model_len=64, max_step_time=0.0
+    )
+    for name, value, words in (
+        ("tensor_parallel_size", 2, "tensor_parallel_size must be 1, got 2: a model runs on one device"),
+        ("trust_remote_code", True, "trust_remote_code must be None or False, got True: code of a checkpoint"),
+        ("enable_chunked_prefill", False, "enable_chunked_prefill must be None or True, got False"),
+        ("max_modle_len", 3, "LLM takes no max_modle_len; did you mean max_model_len?"),
+        ("wholly_unknown", 3, "LLM takes no wholly_unknown."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            LLM("there/is/no/model", **{name: value})
 
 
 def test_a_wrong_template_is_told_before_the_model_loads() -> None:

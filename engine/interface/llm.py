@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.generation import chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
+from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
 from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
@@ -47,15 +47,16 @@ class LLM(PoolingMethods):
 
     Args:
         model: local folder, GGUF file or hub id.
-        **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
-            given: no client waits for the end of one here, and a prompt is computed fastest in one piece.
+        **settings: the other fields of `EngineConfig`, and vLLM's arguments where they change nothing. Steps may take
+            as long as they like unless max_step_time is given: no client waits for the end of one here, and a prompt
+            is computed fastest in one piece.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
     """
 
     def __init__(self, model: str, **settings: Any):
-        config = EngineConfig(model=str(model), **({"max_step_time": 0.0} | settings))
+        config = engine_config(model, settings)
         if config.chat_template is not None:
             read_template(config.chat_template)  # so that a wrong name is known before the model loads
         engine, tokenizer = Engine(config), None
