@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequ
 from engine.interface.llm_arguments import engine_config
 from server.config.settings import DEMOS
 
+ROOT = Path(__file__).resolve().parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 STORY = "Once upon a time"
 
@@ -231,3 +236,14 @@ def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
 def test_a_wrong_template_is_told_before_the_model_loads() -> None:
     with pytest.raises(ConfigError, match="chat_template must be a file or one of"):
         LLM("there/is/no/model", chat_template="nothing")
+
+
+@pytest.mark.parametrize("where", [".", "octavo"])
+def test_a_checkout_is_imported_from_its_parent_folder_too(where: str, tmp_path: Path) -> None:
+    (tmp_path / "octavo").symlink_to(ROOT)
+    code = "import octavo; from octavo import SamplingParams; print(octavo.__file__, SamplingParams.__module__)"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / where, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout == f"{ROOT / 'octavo' / '__init__.py'} engine.interface.request\n", run.stderr
