@@ -51,8 +51,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     if config.chat_template is not None:
         read_template(config.chat_template)
     raise_file_limit()
-    # Bound before the model loads, so that a taken port is known at once; until uvicorn listens,
-    # connections are refused.
+    # Bound before the model loads, so that a taken port is known at once.
     with Listener(settings) as listener:
         if is_public(settings) and not (settings.api_key or settings.api_key_file):
             logger.warning(

@@ -31,6 +31,7 @@ from server.door.drain import Drain
 from server.door.key_counts import KeyCounts
 from server.door.keys import read_api_keys
 from server.door.listening import Listener
+from server.door.loading import answering_while_loading
 from server.door.rates import RequestRates
 from server.door.reload import NO_FILE
 from server.door.shares import Shares
@@ -81,7 +82,8 @@ def serve_several(
         OctavoError: the model cannot be loaded, or a setting is wrong.
     """
     read_api_keys(settings)  # what is wrong with them is said before the model loads
-    client = load(config, settings, log_format, lambda: None)  # the fronts' imports are their own
+    with answering_while_loading(listener.socket, settings, model_id):
+        client = load(config, settings, log_format, lambda: None)  # the fronts' imports are their own
     folder = client.folder / "metrics"
     folder.mkdir()
     begin = Begin(
@@ -92,6 +94,7 @@ def serve_several(
         revision=config.revision,
         hf_token=config.hf_token,
         skip_tokenizer_init=config.skip_tokenizer_init,
+        chat_template=config.chat_template,
         version=version,
         model_id=model_id,
         created=int(time.time()),
