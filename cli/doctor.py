@@ -290,7 +290,7 @@ def check_tokenizer(
         yield Finding("tokenizer", "warn", f"{source} is no local folder, so it was not looked at", fix)
         return
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, chat_template=config.chat_template)
     except OctavoError as problem:
         yield Finding("tokenizer", "FAIL", *_split(problem, "Correct its files, or set --skip-tokenizer-init."))
         return
@@ -305,7 +305,7 @@ def check_tokenizer(
     if not chats:
         yield Finding("chat", "ok", "none: /v1/chat/completions answers 400, /v1/completions takes the encoder's input")
     elif tokenizer.chat_template is None:
-        fix = "Use /v1/completions, or add the chat_template.jinja of the model's chat variant to its folder."
+        fix = "Use /v1/completions, or name a template: --chat-template chatml, llama3, ... or a file."
         yield Finding("chat template", "warn", "none: /v1/chat/completions answers 400", fix)
     else:
         yield Finding("chat template", "ok", f"{len(tokenizer.chat_template)} characters")

@@ -65,7 +65,7 @@ def _own_the_process(command: str, arguments: list[str]) -> None:
         from engine import compute_in_one_thread  # cores are left to the engine
 
         compute_in_one_thread()
-    elif command in ("chat", "complete", "quantize") and not asks_help:
+    elif command in ("chat", "complete", "quantize", "run") and not asks_help:
         from cli.terminal.ending import end_with  # a model that was loaded, or half a folder, is put away
 
         end_with("SIGTERM", "SIGHUP")

@@ -21,6 +21,7 @@ from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
 from engine.interface.cache_map import CacheMap, LiveRequest
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS
+from engine.interface.generation import chat_max_tokens, room_for_answer
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
@@ -81,7 +82,10 @@ if TYPE_CHECKING:
         inspect_torch,
     )
     from engine.interface.llm import LLM
+    from engine.interface.llm_beams import BeamSearchParams
+    from engine.model.folders import find_here
     from engine.model.quantised_writing import quantise_checkpoint
+    from engine.text.chat_templates import read_template
 
 __all__ = [
     "BIAS_RANGE",
@@ -98,6 +102,7 @@ __all__ = [
     "NUMBER_RANGES",
     "AudioInput",
     "BeamMoves",
+    "BeamSearchParams",
     "CacheFacts",
     "CacheMap",
     "ChoiceDelta",
@@ -144,8 +149,10 @@ __all__ = [
     "Transcription",
     "UnsupportedModelError",
     "available_memory",
+    "chat_max_tokens",
     "compute_in_one_thread",
     "default_topic",
+    "find_here",
     "inspect_device",
     "inspect_flash",
     "inspect_gpu",
@@ -156,11 +163,14 @@ __all__ = [
     "inspect_torch",
     "parse_bytes",
     "quantise_checkpoint",
+    "read_template",
     "resolve_pooling",
+    "room_for_answer",
 ]
 
 
 _LAZY = {
+    "BeamSearchParams": ".interface.llm_beams",
     "CacheFacts": ".inspection",
     "FlashFacts": ".execution.whole_prompts",
     "GpuFacts": ".execution.gpu_choice",
@@ -168,6 +178,7 @@ _LAZY = {
     "LLM": ".interface.llm",
     "ModelFacts": ".inspection",
     "TorchFacts": ".inspection",
+    "find_here": ".model.folders",
     "inspect_device": ".inspection",
     "inspect_flash": ".inspection",
     "inspect_gpu": ".inspection",
@@ -177,6 +188,7 @@ _LAZY = {
     "inspect_threads": ".inspection",
     "inspect_torch": ".inspection",
     "quantise_checkpoint": ".model.quantised_writing",
+    "read_template": ".text.chat_templates",
 }
 
 

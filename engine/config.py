@@ -83,6 +83,8 @@ class EngineConfig:
         enable_prefix_caching: reuse pages of earlier prompts.
         kv_events_config: where to publish which pages are cached, for routers that send a prompt where its beginning
             is: JSON in vLLM's form, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
+        chat_template: Jinja template of conversations, in place of the tokenizer's own: a file, or chatml, gemma,
+            llama2, llama3, mistral, phi3, vicuna or zephyr.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
         max_num_beams: most beams a request may ask for (default: 16; where there are catalogues 256, or as many as
             max_num_seqs allows).
@@ -118,6 +120,7 @@ class EngineConfig:
     flash_prefill: bool = False
     enable_prefix_caching: bool = True
     kv_events_config: str | None = None
+    chat_template: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int | None = None
     catalogue: tuple[str, ...] = ()

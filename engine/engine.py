@@ -22,7 +22,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
 from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
-from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
+from engine.interface.generation import GenerationDefaults, load_defaults, log_fallback, plain_defaults, resolve
 from engine.interface.inputs import (
     check_terms,
     decoder_start,
@@ -127,6 +127,8 @@ class Engine:
             self.defaults = load_defaults(
                 path, read(path), info.vocab_size, honour=honour, load_vocabulary=partial(_load_tokenizer, config, info)
             )
+        if "generate" in info.tasks:
+            log_fallback(self.defaults)
         values = self.defaults.values
         self.info = dataclasses.replace(
             info,

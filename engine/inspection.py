@@ -28,7 +28,8 @@ from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec, stored_scheme, weight_table
-from engine.model.gguf.folder import SUFFIX, lacks_tokenizer
+from engine.model.gguf.files import SUFFIX
+from engine.model.gguf.folder import lacks_tokenizer
 from engine.model.parameter_count import check_parameters
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored

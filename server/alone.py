@@ -13,6 +13,7 @@ from server.assembly import assemble
 from server.config.settings import ServerSettings
 from server.door.keys import KeyRing, read_api_keys
 from server.door.listening import Listener
+from server.door.loading import answering_while_loading
 from server.door.reload import KeyReload
 from server.life import end_at_once, say_end
 
@@ -33,7 +34,9 @@ def serve_alone(
     Raises:
         OctavoError: the model cannot be loaded, or a setting is wrong.
     """
-    return _run(_prepare(config, settings, model_id, version, listener, log_format), listener)
+    with answering_while_loading(listener.socket, settings, model_id):
+        server = _prepare(config, settings, model_id, version, listener, log_format)
+    return _run(server, listener)
 
 
 def _run(server: LoneServer, listener: Listener) -> int:

@@ -56,6 +56,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
             revision=config.revision if own else None,
             hf_token=config.hf_token,
             lower_case=info.lower_case,
+            chat_template=config.chat_template,
             alone=True,
         )
     check_vocabulary(info, tokenizer)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine import EngineConfig, default_topic
+from engine import EngineConfig, default_topic, find_here, read_template
 from engine.host.logs import LogFormat
 from server import logs
 from server.alone import serve_alone
@@ -45,9 +45,11 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
+    find_here(config.model)  # a wrong name is known before any process starts
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     raise_file_limit()
-    # Bound before the model loads, so that a taken port is known at once; until uvicorn listens,
-    # connections are refused.
+    # Bound before the model loads, so that a taken port is known at once.
     with Listener(settings) as listener:
         if is_public(settings) and not (settings.api_key or settings.api_key_file):
             logger.warning(

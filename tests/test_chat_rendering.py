@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from fake_client import hf_byte_tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine import InvalidRequestError
+from engine import ConfigError
+from engine.text.chat_templates import NAMES, read_template
 from engine.text.processor import Tokenizer
 from server.answering.messages import read_messages
 from server.answering.prompt import Room
@@ -60,6 +62,81 @@ WITHOUT_CALLS = {
     "ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct", "Kimi-K2-Instruct", "Kimi-K2-Thinking",
 }  # fmt: skip
 
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Ho"},
+    {"role": "user", "content": "Why?"},
+]
+# The templates that have names: what they make of `TALK`, as the models' cards have it, and a model's own file.
+NAMED = {
+    "chatml": (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        "Qwen-Qwen2.5-7B-Instruct",
+    ),
+    "gemma": (
+        "<s><start_of_turn>user\nBe kind.\n\nHi<end_of_turn>\n<start_of_turn>model\nHo<end_of_turn>\n"
+        "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
+        "google-gemma-2-2b-it",
+    ),
+    "llama2": ("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Ho </s><s>[INST] Why? [/INST]", None),
+    "llama3": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nHo<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        None,
+    ),
+    "mistral": ("<s>[INST]Hi[/INST]Ho</s>[INST]Be kind.\n\nWhy?[/INST]", "mistralai-Mistral-Nemo-Instruct-2407"),
+    "phi3": (
+        "<|system|>\nBe kind.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nWhy?<|end|>\n"
+        "<|assistant|>\n",
+        "microsoft-Phi-3.5-mini-instruct",
+    ),
+    "vicuna": ("Be kind.\n\nUSER: Hi\nASSISTANT: Ho</s>\nUSER: Why?\nASSISTANT:", None),
+    "zephyr": (
+        "<|system|>\nBe kind.</s>\n<|user|>\nHi</s>\n<|assistant|>\nHo</s>\n<|user|>\nWhy?</s>\n<|assistant|>\n",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_templates_write_what_their_models_were_trained_with(name: str) -> None:
+    def rendered(template: str, messages: list[dict[str, str]]) -> str:
+        made, _ = render_jinja_template(
+            conversations=[messages], chat_template=template, add_generation_prompt=True, bos_token="<s>",
+            eos_token="</s>",
+        )  # fmt: skip
+        return str(made[0])
+
+    expected, file = NAMED[name]
+    ours = read_template(name)
+    assert rendered(ours, TALK) == expected
+    if file is not None and TEMPLATES.is_dir():
+        theirs = (TEMPLATES / f"{file}.jinja").read_text()
+        talk = TALK[name == "gemma" :]  # Gemma's own takes no system message
+        for messages in (talk, talk[:-2]):
+            assert rendered(ours, messages) == rendered(theirs, messages)
+
+
+def test_templates_come_from_files_and_texts(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert read_template(str(file)) == read_template(file.read_text()) == file.read_text()
+    assert read_template("{{ raise_exception('no') }}")
+    for given, words in (
+        ("chatlm", "must be a file or one of chatml, .*; there is no 'chatlm'. Did you mean chatml?"),
+        (str(tmp_path), "must be a file or one of"),
+        ("{% for m %}", "is no Jinja template: line 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_template(given)
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"own\.jinja is empty"):
+        read_template(str(file))
+
 
 def tokenizer_of(name: str) -> Tokenizer:
     hf = hf_byte_tokenizer()
@@ -103,9 +180,10 @@ def test_real_templates_render_calls_as_transformers_does(pool: WorkerPool) -> N
             continue
         expected = []
         for content, arguments in itertools.product(("", None), (ARGUMENTS, json.dumps(ARGUMENTS))):
-            with contextlib.suppress(InvalidRequestError):
-                messages = as_documented(CONVERSATION, content, arguments)
-                expected.append(tokenizer.apply_chat_template(messages, tools=TOOLS))
+            messages = as_documented(CONVERSATION, content, arguments)
+            with contextlib.suppress(Exception):  # a template may fail in any way on a form that it does not know
+                theirs = tokenizer._hf.apply_chat_template  # transformers' own
+                expected.append(theirs(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False))
         assert (text in expected[:1]) == (path.stem not in WITHOUT_CALLS), f"{path.stem}: not the documented form"
         assert "five" in text, path.stem
         assert "drei" in text, path.stem

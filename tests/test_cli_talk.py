@@ -113,6 +113,26 @@ def sentences(url: str, tokens: int) -> str:
     return sentence * (tokens * 10 // count - 1)
 
 
+# ---------------------------------------------------------------- run
+
+
+def test_run_serves_while_it_chats() -> None:
+    port = unused_port()
+    terminal = Terminal("run", "--port", str(port), "--temperature", "0")
+    terminal.wait_for(f"octavo-demo, at http://127.0.0.1:{port}. /help tells")
+    assert context(f"http://127.0.0.1:{port}") > 0
+    taken = octavo("run", "--port", str(port))
+    assert (taken.returncode, taken.stdout) == (1, "")
+    assert taken.stderr.startswith(f"octavo run: cannot listen on 127.0.0.1, port {port}: ")
+    terminal.type("What is a token?\n")
+    terminal.wait_for("A token is a piece of text")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    with pytest.raises(httpx.ConnectError):
+        context(f"http://127.0.0.1:{port}")
+
+
 # ---------------------------------------------------------------- complete
 
 

@@ -290,6 +290,9 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere\.gguf does not exist"):
         checkpoint.locate("nowhere.gguf")
     (tmp_path / "a.gguf").symlink_to(llama)
+    for wrong, meant in ((tmp_path / "aa.gguf", tmp_path / "a.gguf"), (f"{tmp_path}s", tmp_path)):
+        with pytest.raises(ModelLoadError, match=rf"{wrong} does not exist\. Did you mean {meant}\?"):
+            checkpoint.locate(str(wrong))
     (tmp_path / "b.gguf").symlink_to(llama)
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
         checkpoint.locate(str(tmp_path))
@@ -328,8 +331,11 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert facts.weight_files == 1
     assert {"Q8_0", "Q4_0", "Q5_1", "BF16", "F32"} >= facts.stored.keys() >= {"Q8_0", "Q4_0"}
     assert sum(facts.stored.values()) < llama.stat().st_size
-    with caplog.at_level("INFO", logger="octavo.model"):
+    with caplog.at_level("INFO", logger="octavo"):
         engine = make_engine(llama, skip_tokenizer_init=True)
+    assert "use llama.cpp's defaults, temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
+    decoding = engine.info.decoding
+    assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
     assert f"{llama}: weights are stored as GGUF (Q8_0" in caplog.text
     assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
     with caplog.at_level("INFO", logger="octavo.server"):

@@ -21,6 +21,8 @@ from tokenizers import Tokenizer as Fast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.interface.generation import load_defaults, log_fallback, resolve
+from engine.interface.request import SamplingParams
 from engine.model import checkpoint
 from engine.model.gguf import folder as folders
 from engine.model.gguf.container import Gguf
@@ -137,6 +139,36 @@ def test_what_a_file_says_of_texts(gguf: Any, tmp_path: Path) -> None:
     assert generation["eos_token_id"] == [2, *map(described["tokenizer.ggml.tokens"].index, ENDS)], (
         "its own, and those known by name"
     )
+    assert generation["sampling_fallback"] == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def test_what_a_file_says_of_sampling(gguf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own values come first, then a request's temperature, then llama.cpp's defaults."""
+    keys = gguf.Keys.General
+    said = {keys.SAMPLING_TEMP: 0.6, keys.SAMPLING_TOP_K: 20, keys.SAMPLING_PENALTY_REPEAT: 1.1}
+    warned = {keys.SAMPLING_MIROSTAT: 2, keys.SAMPLING_PENALTY_LAST_N: 64}
+    described = by_scores() | said | warned
+    folder = checkpoint.locate(str(write_vocabulary(tmp_path / "tiny.gguf", described, "llama")))
+    with caplog.at_level("INFO", "octavo.generation"):
+        defaults = load_defaults(folder, checkpoint.read_config(folder), 100)
+        log_fallback(defaults)
+    assert defaults.values == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert "mirostat=2, penalty_last_n=64, which Octavo does not implement" in caplog.text
+    assert (
+        "sets no top_p or min_p: requests without a temperature use llama.cpp's defaults, top_p 0.95, min_p 0.05"
+        in (caplog.text)
+    )
+
+    def filters(**asked: Any) -> tuple[float, int, float, float]:
+        limits = {"prompt_len": 1, "max_model_len": 99, "vocab_size": 99, "random_seed": 0}
+        found = resolve(SamplingParams(**asked), defaults, **limits)
+        return found.temperature, found.top_k, found.top_p, found.min_p
+
+    assert filters() == (0.6, 20, 0.95, 0.05)
+    assert filters(top_p=0.5) == (0.6, 20, 0.5, 0.05)
+    assert filters(temperature=1) == (1, 20, 1, 0)
+    defaults = load_defaults(folder, checkpoint.read_config(folder), 100, honour=False)
+    assert filters() == (1, 0, 1, 0)
 
 
 UNKNOWN = {

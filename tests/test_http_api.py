@@ -167,6 +167,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
     others = {"structured_outputs", "constraint", "timestamps"}  # elsewhere over HTTP
+    others |= {"bad_words", "truncate_prompt_tokens", "detokenize"}  # these end before the engine
     assert {*fields, *others} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.complete(prompt="a", **fields).status_code == 200
@@ -182,7 +183,7 @@ def test_breakers_may_be_a_list_as_text(text: str) -> None:
 
 def test_null_and_missing_mean_the_default() -> None:
     api = Api()
-    fields = set(SamplingParams.__dataclass_fields__) - {"timestamps"}  # speech has forms of its own
+    fields = set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"}  # no fields of HTTP
     nulls = dict.fromkeys([*fields, "echo", "best_of", "suffix", "stream", "model"])
     answer = api.complete(prompt="a", stream_options=None, **nulls)
     assert answer.status_code == 200
@@ -805,7 +806,7 @@ def test_documentation() -> None:
         "pages for people are no part of it"
     )
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert set(SamplingParams.__dataclass_fields__) - {"timestamps"} <= set(fields)  # speech has forms of its own
+    assert set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"} <= set(fields)  # no fields of HTTP
     assert fields["top_p"]["description"].startswith("keep the smallest set")
 
 

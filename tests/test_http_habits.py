@@ -178,6 +178,15 @@ def test_the_end_of_a_prompt_stays() -> None:
     assert asked(framed(), prompt="abcdef", truncate_prompt_tokens=3, add_special_tokens=False) == [*b"def"]
 
 
+def test_bad_words_become_tokens() -> None:
+    api = Api(lambda request_id, source, params: say(request_id, ["x"], params))
+    assert api.complete(prompt="a", bad_words=["no", " no"], bad_words_ids=[[7]]).status_code == 200
+    ((_, params),) = api.client.asked.values()
+    assert (params.bad_words, params.bad_words_ids) == (None, [(7,), (*b"no",), (*b" no",)])
+    answer = api.complete(prompt="a", bad_words=[""])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
+
+
 def test_as_much_as_leaves_room_for_the_answer() -> None:
     longest = Api().client.info.max_model_len
     assert len(asked(prompt="x" * 3 * longest, truncate_prompt_tokens=-1, max_tokens=5)) == longest - 5

@@ -21,18 +21,45 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_client import FakeClient, byte_tokenizer, say
+from support.service import PATIENCE
 
 from engine import EngineConfig
 from server import run
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.door.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
+from server.door.loading import answering_while_loading
 from server.door.root_path import RootPath
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSWORD = "open sesame"
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_connections_are_answered_while_the_model_loads(tls: bool, request: pytest.FixtureRequest) -> None:
+    """With 503, whatever they ask and send; afterwards the socket listens on for the service."""
+    given: dict[str, str] = {}
+    if tls:
+        pem = request.getfixturevalue("pem")
+        given = {"ssl_certfile": str(pem / "cert.pem"), "ssl_keyfile": str(pem / "key.pem")}
+    settings = ServerSettings(port=0, **given)  # type: ignore[arg-type]
+    with Listener(settings) as listener, httpx.Client(verify=False, timeout=PATIENCE) as client:
+        with answering_while_loading(listener.socket, settings, "some/model"):
+            answer = client.get(f"{listener.url}/health/ready")
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+            assert answer.json()["error"]["code"] == "loading"
+            assert "some/model is loading" in answer.json()["error"]["message"]
+            assert client.head(listener.url).headers["Content-Length"] == answer.headers["Content-Length"]
+            assert client.post(f"{listener.url}/v1/completions", content=b"a" * 500_000).status_code == 503
+            silent = socket.create_connection(listener.socket.getsockname())  # holds nothing up
+        silent.close()
+        later = socket.create_connection(listener.socket.getsockname())
+        listener.socket.settimeout(PATIENCE)
+        while listener.socket.accept()[1] != later.getsockname():  # the silent one's may have waited, too
+            pass
+        later.close()
 
 
 @pytest.fixture

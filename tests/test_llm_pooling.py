@@ -91,6 +91,17 @@ def test_vectors(model: Any, hf: Any) -> None:
             assert answer.hidden_size == 32
         for answer, vector in zip(llm.embed(TEXTS, mode, True), vectors, strict=True):
             close(answer.embedding, vector / vector.norm())
+        params = PoolingParams(task="embed", pooling=mode, normalize=False)
+        for answer, vector in zip(llm.encode(TEXTS, params), vectors, strict=True):
+            close(answer.outputs.data, vector)
+    for answer, state in zip(llm.encode(TEXTS, pooling_task="token_embed"), states, strict=True):
+        close(answer.data, state)
+    with pytest.raises(InvalidRequestError, match=r"encode serves embed, .*, not fill_mask"):
+        llm.encode("a", pooling_task="fill_mask")
+    with pytest.raises(InvalidRequestError, match="pooling_task is embed, and pooling_params say classify"):
+        llm.encode("a", PoolingParams(task="classify"), pooling_task="embed")
+    with pytest.raises(InvalidRequestError, match="cannot serve classify"):
+        llm.reward("a")
     own = [answer.embedding for answer in llm.embed(TEXTS)]
     close(own, [answer.embedding for answer in llm.embed(TEXTS, "mean", True)])
     short = llm.embed(TEXTS[0], normalize=True, dimensions=5)[0].embedding
@@ -101,13 +112,14 @@ def test_every_kind_of_input_is_one_input(model: Any, hf: Any) -> None:
     llm, _ = model("plain")
     ids = hf("boats")["input_ids"]
     expected = llm.embed("boats")[0]
-    for one in ("boats", ids, tuple(ids), TokenInput(ids), ["boats"], [ids], [TokenInput(ids)], ("boats",)):
+    vllms = ({"prompt": "boats"}, {"prompt_token_ids": ids}, [{"prompt": "boats"}])
+    for one in ("boats", ids, tuple(ids), TokenInput(ids), ["boats"], [ids], [TokenInput(ids)], ("boats",), *vllms):
         assert llm.embed(one) == [expected]
     assert [len(answer.prompt_token_ids) for answer in llm.embed(["boats", ids, TokenInput(ids)])] == [len(ids)] * 3
     assert llm.embed([]) == []
     other = llm.embed(TokenInput(ids, token_type_ids=[1] * len(ids)))[0]
     assert np.abs(np.array(other.embedding) - expected.embedding).max() > 1e-2
-    for wrong in (None, 3, [None], [["a", 1]], {"text": "a"}, [True, False], [("a", "b")], b"a", [1.5]):
+    for wrong in (None, 3, [None], [["a", 1]], {"text": "a"}, {"prompt": 3}, [True, False], [("a", "b")], b"a", [1.5]):
         with pytest.raises(InvalidRequestError, match="must be a text"):
             llm.embed(wrong)
     with pytest.raises(InvalidRequestError, match="pairs of texts are for classifiers"):
@@ -131,6 +143,8 @@ def test_classes_of_texts_and_pairs(name: str, model: Any, hf: Any) -> None:
         assert mine.label == theirs.config.id2label[int(logits.argmax())]
         assert mine.num_classes == len(mine.probs)
     assert len({answer.probs[0] for answer in raw}) >= len(inputs) - 1  # "boats" came twice
+    close([answer.data.tolist() for answer in llm.reward(TEXTS)], [answer.probs for answer in raw[: len(TEXTS)]])
+    close([answer.data.tolist() for answer in llm.encode(TEXTS)], [a.probs for a in llm.classify(list(TEXTS))])
     alone = llm.classify(("Ada", "London"))
     assert len(alone) == 1
     close(alone[0].probs, llm.classify([("Ada", "London")])[0].probs)

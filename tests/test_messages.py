@@ -63,6 +63,7 @@ EVERYTHING = SamplingParams(
     stop=["a", "日本\n"], stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True,
     skip_special_tokens=False, logprobs=20, prompt_logprobs=0, num_beams=1, length_penalty=-0.5,
     early_stopping="never", no_repeat_ngram_size=3, min_length=4, suppress_tokens=[7], begin_suppress_tokens=[8],
+    bad_words=["a", "é"], truncate_prompt_tokens=-1,
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
     renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
     stream_beams=True,
@@ -72,6 +73,7 @@ EVERYTHING = SamplingParams(
 APART = {
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
     "constraint": SamplingParams(constraint={"catalogue": "cities"}),
+    "detokenize": SamplingParams(detokenize=False),
     "timestamps": SamplingParams(timestamps=True),
 }
 

@@ -101,6 +101,8 @@ def test_texts_are_the_references(kind: str, tmp_path: Path) -> None:
     assert output.prompt_token_ids == [start, *begin]
     assert output.outputs[0].text == one.text(answer, [start, *begin])
     assert output.prompt is None
+    vllms = {"encoder_prompt": {"prompt_token_ids": encoder}, "decoder_prompt": "winter with you"}
+    assert llm.generate(vllms, params[1])[0].outputs == output.outputs
     llm.engine.check_integrity()
     llm.close()
 

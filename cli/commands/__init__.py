@@ -47,6 +47,9 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "serving", "serve a model over the OpenAI API; without MODEL a bundled one", f"{__name__}.serve"
     ),
+    "run": Command(
+        "serving", "serve a model and talk with it, in one terminal", f"{__name__}.run"
+    ),
     "chat": Command("talking", "talk with a model in the terminal", f"{__name__}.chat"),
     "complete": Command(
         "talking", "complete a prompt, from an argument or a pipe; sampling and beams", f"{__name__}.complete"
@@ -84,7 +87,7 @@ SYNONYMS: dict[str, str] = {
     "api": "serve", "ask": "complete", "bash": "completion", "benchmark": "bench", "check": "doctor",
     "completions": "complete", "compress": "quantize", "convert": "quantize", "diagnose": "doctor", "env": "config",
     "families": "models", "generate": "complete", "infer": "complete", "launch": "serve", "list": "models",
-    "ls": "models", "measure": "bench", "predict": "complete", "quantise": "quantize", "repl": "chat", "run": "chat",
+    "ls": "models", "measure": "bench", "predict": "complete", "quantise": "quantize", "repl": "chat",
     "server": "serve", "settings": "config", "start": "serve", "status": "doctor", "talk": "chat",
     "translate": "complete", "up": "serve",
 }  # fmt: skip

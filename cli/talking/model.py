@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cli.errors import NoServerError, TalkError
 from cli.talking.options import default_key, default_url, loading
 from cli.terminal.style import note, say
+from engine import ModelLoadError, find_here
 from server.config.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -103,14 +104,22 @@ class Model:
 
 
 def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int]) -> int:
-    """Open the model that the flags name and talk with it; the command's status: 1 it could not, 130 stopped by Ctrl-C,
-    else what `with_model` returns."""
-    try:
+    """Open the model that the flags name and talk with it; the command's status, see `talking`."""
+
+    def talk() -> int:
         with open_model(
             given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
             timeout=given.timeout, loading=loading(given),
         ) as model:  # fmt: skip
             return with_model(model)
+
+    return talking(prog, talk)
+
+
+def talking(prog: str, talk: Callable[[], int]) -> int:
+    """A command's status: 1 it could not, 130 stopped by Ctrl-C, else what `talk` returns."""
+    try:
+        return talk()
     except TalkError as problem:
         say(prog, str(problem))
         return 1
@@ -133,8 +142,7 @@ def open_model(
     Raises:
         TalkError: there is none; says what to do.
     """
-    from cli.talking.private import private_server  # httpx takes as long to import as all else of --help
-    from cli.talking.wire import Place, Wire
+    from cli.talking.wire import Place, Wire  # httpx takes as long to import as all else of --help
 
     if url is not None:
         if loading:
@@ -148,18 +156,47 @@ def open_model(
         yield model
         return
     if name is None and not loading:
-        serving: Model | None = None
+        found: Model | None = None
         with contextlib.suppress(NoServerError):
-            serving = _of_server(Wire(Place.parse(default_url), api_key, timeout), None)
-        if serving is not None:
-            yield serving
+            found = _of_server(Wire(Place.parse(default_url), api_key, timeout), None)
+        if found is not None:
+            yield found
             return
-    what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
     if name is None and not loading:
-        note(f"No server answers at {default_url}, so {what} is loaded here.")
-    with private_server([*([name] if name else []), *loading], what) as place:
-        model = _of_server(Wire(place, None, timeout), None)
-        yield Model(model.wire, model.id, model.card, here=True)
+        note(f"No server answers at {default_url}, so {_named(name)} is loaded here.")
+    with serving(name, loading, timeout=timeout) as model:
+        yield model
+
+
+@contextlib.contextmanager
+def serving(
+    name: str | None, loading: list[str], address: tuple[str, int] | None = None, *, timeout: float = 600.0
+) -> Iterator[Model]:
+    """A model that is loaded here, and gone with the block.
+
+    Args:
+        name: a folder, a GGUF file or a hub id; None: the bundled one.
+        loading: further flags of `octavo serve`.
+        address: host and port to serve at; None: only this process reaches it.
+
+    Raises:
+        TalkError: it cannot be loaded.
+    """
+    from cli.talking.private import private_server
+    from cli.talking.wire import Wire
+
+    if name is not None:
+        try:
+            find_here(name)  # a wrong name is known before any process starts
+        except ModelLoadError as problem:
+            raise TalkError(str(problem)) from None
+    with private_server([*([name] if name else []), *loading], _named(name), address) as place:
+        model = _of_server(Wire(place, None if address is None else default_key(), timeout), None)
+        yield Model(model.wire, model.id, model.card, here=address is None)
+
+
+def _named(name: str | None) -> str:
+    return name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
 
 
 def _of_server(wire: Wire, name: str | None) -> Model:

@@ -22,6 +22,7 @@ LOADING = {
     "quantization": "int8, int4, int8-fast (on a CPU), or stored: as small as the checkpoint has them",
     "threads": "that compute on a CPU",
     "max-model-len": "longest prompt plus answer, in tokens",
+    "chat-template": "for a model without one: a Jinja file, or a name such as chatml",
     "revision": "branch, tag or commit on the hub",
 }
 _HINTS = get_type_hints(EngineConfig)
@@ -48,6 +49,11 @@ def add_place(parser: OneLineParser) -> None:
     group.add_argument(
         "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of silence that end an answer [600]"
     )
+    add_loading(parser)
+
+
+def add_loading(parser: OneLineParser) -> None:
+    """How a model is loaded here."""
     group = parser.add_argument_group("a model that is loaded here")
     for name, about in LOADING.items():
         group.add_argument(f"--{name}", metavar="X", choices=_CHOICES.get(name), help=f"{about} (as in octavo serve)")
@@ -136,7 +142,12 @@ def loading(given: argparse.Namespace) -> list[str]:
 
 def default_url() -> str:
     """Where `octavo serve` serves by default."""
-    return f"http://127.0.0.1:{os.environ.get('OCTAVO_PORT') or 8000}"
+    return f"http://127.0.0.1:{default_port()}"
+
+
+def default_port() -> str:
+    """The port of `octavo serve`."""
+    return os.environ.get("OCTAVO_PORT") or "8000"
 
 
 def default_key() -> str | None:

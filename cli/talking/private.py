@@ -1,4 +1,4 @@
-"""A model that is loaded for one command: `octavo serve` on a socket that only this user reaches."""
+"""A model that is loaded for one command: `octavo serve` on a socket that only this user reaches, or on a port."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from cli.errors import NoServerError, TalkError
 from cli.talking.wire import Place, Wire
 from cli.terminal.style import console, is_rich
 from engine import EngineConfig
+from server.door.listening import StartupError, bind
+from server.door.listening import url as local_url
 
 _LAST_WORDS = 10.0  # seconds that the child gets to stop
 
 
 @contextlib.contextmanager
-def private_server(arguments: Sequence[str], what: str) -> Iterator[Place]:
+def private_server(arguments: Sequence[str], what: str, address: tuple[str, int] | None = None) -> Iterator[Place]:
     """Where the model is served, until the end of the block.
 
     Args:
         arguments: of `octavo serve`; the engine's variables (OCTAVO_DTYPE ...) count, too.
         what: is loaded, as the user may call it.
+        address: host and port to serve at, with all variables of the service; None: a socket of this user's.
 
     Raises:
         TalkError: it did not start; says why.
     """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, tempfile.TemporaryFile() as log:
-        uds = os.path.join(folder, "s")
-        command = [sys.executable, "-P", "-m", f"{__package__}.child", *arguments, "--uds", uds]
+        place, listen, environ = _private(os.path.join(folder, "s"), what) if address is None else _public(*address)
+        command = [sys.executable, "-P", "-m", f"{__package__}.child", *arguments, *listen]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=_environment(),
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ | _own(),
             start_new_session=True,  # Ctrl-C is for the answer, not for the model
         )  # fmt: skip
         try:
-            place = Place(url=what, uds=uds)
             with _waiting(f"Loading {what} ..."):
                 _wait_ready(Wire(place), process, log)
             yield place
@@ -47,13 +49,39 @@ def private_server(arguments: Sequence[str], what: str) -> Iterator[Place]:
             _stop(process)
 
 
-def _environment() -> dict[str, str]:
-    """This one's, without what concerns the service: its address, its keys and limits."""
+def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
+    """A place, the flags for it, and this process's variables without what concerns the service: its address, its keys
+    and limits."""
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}
+    return Place(url=what, uds=uds), ["--uds", uds], environ
+
+
+def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
+    """A place, the flags for it, and this process's variables.
+
+    Raises:
+        TalkError: the port is taken, the host unknown, or a variable asks for a socket or for TLS.
+    """
+    for name in ("OCTAVO_UDS", "OCTAVO_SSL_CERTFILE"):
+        if os.environ.get(name):
+            raise TalkError(
+                f"{name} is set, and octavo run serves plain HTTP on a port. Unset it, or use octavo serve."
+            )
+    try:
+        listener = bind(host, port)  # another server's answers would be taken for the child's
+    except StartupError as problem:
+        raise TalkError(str(problem)) from None
+    with listener:
+        url = local_url(listener)
+    return Place.parse(url), ["--host", host, "--port", url.rpartition(":")[2]], dict(os.environ)
+
+
+def _own() -> dict[str, str]:
+    """The variables that the child gets in any case."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return environ | {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console"}
+    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console"}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import AllowedTokens, Constraint
 from engine.interface.dry import DEFAULT_ALLOWED_LENGTH, DEFAULT_BASE, Breakers, Dry
-from engine.interface.outputs import SpeechInfo
+from engine.interface.outputs import EngineInfo, SpeechInfo
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.speech import Vocabulary, read_speech
@@ -66,7 +66,13 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "token_healing": (False,),
     "num_return_sequences": (1,),
+    # Of GGUF files (`engine.model.gguf.sampling`).
+    "mirostat": (0,),
+    "penalty_last_n": (-1,),
+    "sampling_sequence": (),
 }
+FALLBACK = "sampling_fallback"
+"""The field of a GGUF file's `generation_config.json` that holds llama.cpp's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class GenerationDefaults:
 
     Attributes:
         values: the honoured fields of `generation_config.json` that are set.
+        fallback: values of further fields, for requests that give no temperature.
         eos_ids: ids that end a sequence.
         ignored: fields that would change the answer and are not implemented.
         decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
@@ -82,10 +89,23 @@ class GenerationDefaults:
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
+    fallback: Mapping[str, Any] = field(default_factory=dict)
     eos_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()
     decoder_start_token_id: int | None = None
     speech: SpeechInfo | None = None
+
+    def as_params(self) -> SamplingParams:
+        """The parameters by which a request asks for these defaults."""
+        names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+        known = {item.name for item in fields(SamplingParams)}
+        given = {names.get(name, name): value for name, value in {**self.fallback, **self.values}.items()}
+        if given.get("do_sample") is False:
+            given["temperature"] = 0.0
+        ends = given.get("forced_eos_token_id")
+        if isinstance(ends, list):  # a request names one
+            given["forced_eos_token_id"] = ends[0] if len(ends) == 1 else None
+        return SamplingParams(**{name: value for name, value in given.items() if name in known})
 
 
 def load_defaults(
@@ -156,8 +176,24 @@ def load_defaults(
         known_ids = set(_known_ids("bad_words_ids", {i for word in values["bad_words_ids"] for i in word}, vocab_size))
         values["bad_words_ids"] = [word for word in values["bad_words_ids"] if known_ids.issuperset(word)]
     return GenerationDefaults(
-        values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start, speech=speech
+        values=values,
+        fallback=stored.get(FALLBACK) or {},
+        eos_ids=eos_ids,
+        ignored=tuple(ignored),
+        decoder_start_token_id=start,
+        speech=speech,
     )
+
+
+def log_fallback(defaults: GenerationDefaults) -> None:
+    """Say in one line which sampling defaults are not the model's own."""
+    if defaults.fallback:
+        logger.info(
+            "the GGUF file sets no %s: requests without a temperature use llama.cpp's defaults, %s "
+            "(--generation-config none: sample unfiltered at temperature 1)",
+            " or ".join(defaults.fallback),
+            ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
+        )
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
@@ -228,7 +264,13 @@ def resolve(
         InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
             that came together contradict each other.
     """
-    values = defaults.values
+    for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
+        if getattr(params, name):
+            raise InvalidRequestError(
+                f"{name} is for LLM and HTTP; the engine itself has no tokenizer and takes {instead}.", param=name
+            )
+    # A request that gives a temperature chooses its filters itself.
+    values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}
 
     def pick(name: str, given: Any, otherwise: Any) -> Any:
         return given if given is not None else values.get(name, otherwise)
@@ -306,12 +348,39 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
     found = {
         item.name: getattr(decoding, item.name, getattr(asked, item.name))
         for item in fields(SamplingParams)
-        if item.name not in ("seed", "stream_beams", "timestamps")  # they say nothing of how it is decoded
+        if item.name
+        not in ("seed", "stream_beams", "timestamps", "detokenize")  # they say nothing of how it is decoded
     }
     found["renormalize_logits"] = decoding.renormalize
     if "max_new_tokens" not in defaults.values:
         del found["max_tokens"]  # it depends on the prompt, or on the endpoint
     return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
+    """Most tokens of an answer in a conversation where its request does not say: what is left of the context, and of
+    the KV cache where several sequences could fill it. None where the engine knows: the model's generation config or a
+    catalogue says it.
+
+    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
+    texts serve such a chat better than room for a long answer.
+    """
+    if params.constraint is not None:
+        return None
+    if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
+        return None
+    room = room_for_answer(params, info, prompt_len)
+    if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
+        room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
+    return max(room, 1)  # where there is no room the engine says so
+
+
+def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:
+    """Tokens that are left of the context, and of the KV cache where several sequences could fill it."""
+    width = max(params.n, params.num_beams or 1)
+    pages = info.num_blocks // width
+    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
+    return min(info.max_model_len, length) - prompt_len
 
 
 def _dry(params: SamplingParams, breakers: Breakers) -> Dry:

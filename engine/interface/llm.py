@@ -3,9 +3,10 @@ in, texts out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,32 @@ from tqdm import tqdm
 
 from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.generation import chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
+from engine.interface.llm_arguments import engine_config
+from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
+from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
+from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.pooled import check_sides
-from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer
+from engine.pooled.sources import need_tokenizer
+from engine.text.chat_templates import read_template
+from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer, spell_bad_words
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
-Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
+
+
+class Metric(NamedTuple):
+    """A number that the engine counts or measures."""
+
+    name: str
+    value: float
 
 
 class LLM(PoolingMethods):
@@ -34,15 +47,18 @@ class LLM(PoolingMethods):
 
     Args:
         model: local folder, GGUF file or hub id.
-        **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
-            given: no client waits for the end of one here, and a prompt is computed fastest in one piece.
+        **settings: the other fields of `EngineConfig`, and vLLM's arguments where they change nothing. Steps may take
+            as long as they like unless max_step_time is given: no client waits for the end of one here, and a prompt
+            is computed fastest in one piece.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
     """
 
     def __init__(self, model: str, **settings: Any):
-        config = EngineConfig(model=str(model), **({"max_step_time": 0.0} | settings))
+        config = engine_config(model, settings)
+        if config.chat_template is not None:
+            read_template(config.chat_template)  # so that a wrong name is known before the model loads
         engine, tokenizer = Engine(config), None
         if not config.skip_tokenizer_init:
             tokenizer = load_tokenizer(
@@ -50,34 +66,139 @@ class LLM(PoolingMethods):
                 revision=config.revision if config.tokenizer else None,
                 hf_token=config.hf_token,
                 lower_case=engine.info.lower_case,
+                chat_template=config.chat_template,
             )
         check_vocabulary(engine.info, tokenizer)
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together.
 
         Args:
-            prompts: text, token ids, or a list of either. Of an encoder-decoder model they are the encoder's inputs; a
-                `Seq2SeqInput`, or of a speech model an `AudioInput`, holds one, and the beginning of the decoder's
-                answer.
-            params: for all prompts, or one per prompt; None takes the model's defaults.
+            prompts: a text, token ids, a dictionary as vLLM takes it (`prompt` or `prompt_token_ids`; `encoder_prompt`
+                and `decoder_prompt`), or a list of these. An encoder-decoder model's encoder reads them; a
+                `Seq2SeqInput`, or for a speech model an `AudioInput`, also holds the beginning of the answer.
+            sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
+            params: the same under another name.
             use_tqdm: progress bar; None shows one for long lists.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
-        check_task(self.engine.info, "generate")
-        inputs = [self._input(prompt) for prompt in self._listed(prompts)]
-        each = self._params(params, len(inputs))
+        listed = list_prompts(prompts)
+        return self._generated(listed, self._params(sampling_params, params, len(listed)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, in their order; all run together.
+
+        An answer may fill what is left of the context where neither max_tokens nor the model says otherwise. Calls of
+        tools are in its text as the model writes them.
+
+        Args:
+            messages: a conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+            sampling_params: for all conversations, or one per conversation; None takes the model's defaults.
+            chat_template: in place of the model's own: a Jinja template, a file or a name such as chatml.
+            add_generation_prompt: open the assistant's answer.
+            continue_final_message: go on with the last message instead; needs add_generation_prompt=False.
+            tools: {"type": "function", "function": {...}} each, or Python functions with docstrings.
+            documents: as the template wants them.
+            chat_template_kwargs: further names for the template, such as enable_thinking.
+            params: sampling_params under another name.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model knows no conversations, or a message or a parameter is impossible; nothing
+                was generated.
+            ConfigError: there is no such chat template.
+            RequestFailedError: the engine failed on a request.
+        """
+        info = self.engine.info
+        check_task(info, "generate")
+        check_chats(info)
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt contradict each other; set one of them to False.",
+                param="continue_final_message",
+            )
+        tokenizer = need_tokenizer(self.tokenizer, info)
+        inputs = [
+            conversation_prompt(
+                conversation, tokenizer, chat_template=chat_template, tools=tools or None, documents=documents or None,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in read_conversations(messages)
+        ]  # fmt: skip
+        each = self._params(sampling_params, params, len(inputs))
+        inputs = [
+            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen).cut(input.token_ids))
+            for input, chosen in zip(inputs, each, strict=True)
+        ]
+        each = [
+            replace(chosen, max_tokens=chat_max_tokens(chosen, info, len(input.token_ids)))
+            if chosen.max_tokens is None
+            else chosen
+            for input, chosen in zip(inputs, each, strict=True)
+        ]
+        return self._answers(inputs, each, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt by beam search, with the rules of `transformers`.
+
+        `generate` with `SamplingParams(num_beams=...)` is the same search with all other parameters.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is impossible; nothing was generated.
+            RequestFailedError: the engine failed on a request.
+        """
+        listed = list_prompts(prompts)
+        answers = self._generated(listed, [params.sampling] * len(listed), use_tqdm)
+        return [sequences_of(answer, self.tokenizer) for answer in answers]
+
+    def _generated(
+        self, prompts: Sequence[Any], each: Sequence[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        info, tokenizer = self.engine.info, self.tokenizer
+        check_task(info, "generate")
+        inputs = [
+            PromptReader.of(tokenizer, info, params).read(prompt) for prompt, params in zip(prompts, each, strict=True)
+        ]
+        return self._answers(inputs, each, use_tqdm)
+
+    def _answers(
+        self, inputs: Sequence[AnyInput], each: Sequence[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        each = [replace(spell_bad_words(params, self.tokenizer), truncate_prompt_tokens=None) for params in each]
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         processors: dict[str, OutputProcessor] = {}
         results: dict[str, RequestOutput] = {}
@@ -119,6 +240,26 @@ class LLM(PoolingMethods):
         places = partial(self._pool_inputs, what="aligning", use_tqdm=use_tqdm)
         return Transcriber(self.engine.info, tokenizer, answers, places).transcribe(listed, wanted or Transcription())
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, an object of `transformers`.
+
+        Raises:
+            InvalidRequestError: it has none.
+        """
+        return need_tokenizer(self.tokenizer, self.engine.info).hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests decode with that say nothing: the model's own defaults."""
+        return self.engine.defaults.as_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False, and nothing is forgotten, while requests hold some."""
+        return self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine, those of `stats`, by their names."""
+        return [Metric(name, value) for name, value in asdict(self.engine.stats()).items()]
+
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
         return self.engine.stats()
@@ -147,17 +288,7 @@ class LLM(PoolingMethods):
                     unfinished.remove(delta.request_id)
                     bar.update()
 
-    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput)):
-            return [prompts]
-        items = list(prompts)
-        if items and isinstance(items[0], int):
-            return [items]
-        return items
-
-    def _unanswered(
-        self, request_id: str, input: TokenInput | Seq2SeqInput | AudioInput, params: SamplingParams
-    ) -> RequestOutput:
+    def _unanswered(self, request_id: str, input: AnyInput, params: SamplingParams) -> RequestOutput:
         info = self.engine.info
         if isinstance(input, AudioInput):
             begun = decoder_tokens(input.decoder_token_ids or (), decoder_start(params, info))
@@ -178,24 +309,19 @@ class LLM(PoolingMethods):
             encoder_token_ids=encoded,
         )
 
-    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput | AudioInput:
-        if isinstance(prompt, (TokenInput, Seq2SeqInput, AudioInput)):
-            return prompt
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    f"{self.engine.config.model} has no tokenizer, so prompts must be token ids. Set tokenizer to a "
-                    "folder that has one.",
-                    param="prompt",
-                )
-            return TokenInput(self.tokenizer.encode(prompt), prompt)
-        return TokenInput(prompt)
-
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
+    def _params(
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+    ) -> list[SamplingParams]:
+        if sampling_params is not None and params is not None:
+            raise InvalidRequestError("params and sampling_params are the same; give one of them.", param="params")
+        given = params if sampling_params is None else sampling_params
+        if given is None:
             return [SamplingParams()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequestError(f"{count} prompts came with {len(params)} SamplingParams.", param="params")
-        return list(params)
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidRequestError(f"{count} prompts came with {len(given)} SamplingParams.", param="params")
+        return list(given)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
-from engine.interface.outputs import Pooled, PoolingMode
+from engine.interface.outputs import Pooled, PoolingMode, Task
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import EngineInput, PoolingParams, TokenInput
 from engine.pooled import (
@@ -26,6 +28,7 @@ from engine.pooled import (
     EntitiesOutput,
     EntityTerms,
     FillMaskOutput,
+    PoolingOutput,
     ScoreOutput,
     SideReading,
     TokenClassificationOutput,
@@ -51,6 +54,17 @@ from engine.pooled import (
 )
 from engine.pooled.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
 from engine.text.processor import Tokenizer
+
+ENCODED: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed")
+"""The tasks of `encode`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixOutput(PoolingOutput):
+    """What a head says of an input: a tensor of its numbers, or of those of each token."""
+
+    data: torch.Tensor
+
 
 # Shorter lists are done before a bar would tell anything.
 PROGRESS_FROM = 32
@@ -103,6 +117,74 @@ class PoolingMethods:
             EmbeddingOutput(prompt_token_ids=tokens, embedding=vector_of(answer))
             for tokens, answer in zip(ids, pooled, strict=True)
         ]
+
+    def encode(
+        self,
+        prompts: Input | Sequence[Input],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: Task | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[MatrixOutput]:
+        """What the model's head says of each input, as numbers; the names are vLLM's.
+
+        Args:
+            prompts: as for `embed`.
+            pooling_params: with a task of `ENCODED`.
+            pooling_task: the task, if there are no pooling_params; None: the first of `ENCODED` that the model
+                serves.
+            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model has no such task, or an input is impossible; nothing was computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        info = self.engine.info
+        task = pooling_task or next((known for known in ENCODED if known in info.tasks), ENCODED[0])
+        if pooling_params is not None:
+            if pooling_task not in (None, pooling_params.task):
+                raise InvalidRequestError(
+                    f"pooling_task is {pooling_task}, and pooling_params say {pooling_params.task}; give one of them.",
+                    param="pooling_task",
+                )
+            task = pooling_params.task
+        if task not in ENCODED:
+            raise InvalidRequestError(f"encode serves {', '.join(ENCODED)}, not {task}.", param="pooling_task")
+        check_task(info, task)
+        reader = Reader(self.tokenizer, info, longest(truncate_prompt_tokens, info))
+        readings = [reader.read(source) for source in read_sources(prompts, images=True)]
+        params = pooling_params or PoolingParams(task=task)
+        answers = self._pool(readings, [params] * len(readings), "encoding", use_tqdm)
+        found = []
+        for reading, answer in zip(readings, answers, strict=True):
+            data = torch.tensor(answer.values())
+            whole = data if task in ("token_classify", "token_embed") else data[0]
+            found.append(MatrixOutput(prompt_token_ids=reading.encoding.ids, data=whole))
+        return found
+
+    def reward(
+        self,
+        prompts: Input | Sequence[Input],
+        *,
+        use_activation: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[MatrixOutput]:
+        """The numbers of a reward model: of each token where its head scores tokens, else of each input.
+
+        Args:
+            use_activation: what the model's config makes of the numbers, not the numbers themselves.
+            prompts, truncate_prompt_tokens, use_tqdm: as for `encode`.
+
+        Raises:
+            InvalidRequestError: the model scores nothing, or an input is impossible; nothing was computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        task: Task = "token_classify" if "token_classify" in self.engine.info.tasks else "classify"
+        params = PoolingParams(task=task, use_activation=use_activation)
+        return self.encode(prompts, params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
 
     def score(
         self,

@@ -54,6 +54,7 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "dry_base": NumberRange(low=1.0),
     "dry_allowed_length": NumberRange(low=0, integer=True),
     "dry_penalty_last_n": NumberRange(low=-1, integer=True),
+    "truncate_prompt_tokens": NumberRange(low=-1, integer=True),
     "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "num_beams": NumberRange(low=1, integer=True),
@@ -68,7 +69,7 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
 }
 _SWITCHES = (
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits",
-    "timestamps",
+    "timestamps", "detokenize",
 )  # fmt: skip
 BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
 
@@ -178,6 +179,8 @@ class SamplingParams:
         allowed_token_ids: the only ids that are generated, at least one; the answer ends early only with an EOS or
             stop id among them, or with a stop string. Forced tokens come all the same.
         bad_words_ids: sequences of ids that never occur in the answer; one of a single EOS id counts for nothing.
+        bad_words: texts that never occur in the answer, at its beginning or after a space: the tokens that they have
+            there are banned, as by bad_words_ids. At most 1024, of at most 1024 characters each.
         encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only
             model's prompt; below 1 disfavours them (1.0).
         encoder_no_repeat_ngram_size: no n-gram of that size of the encoder's input, or of a decoder-only
@@ -192,6 +195,9 @@ class SamplingParams:
             stop string cuts off is not complete.
         constraint: {"catalogue": NAME}: the answer is one of the titles of the catalogue that the engine knows by that
             name. Where max_tokens is left out, the longest one has room; an answer that it cuts off is no title.
+        truncate_prompt_tokens: keep the last so many tokens of a longer prompt; -1: as many as leave room for the
+            answer.
+        detokenize: make texts of the answer's tokens; False: texts are empty, and stop strings are not possible.
         timestamps: of a speech model: the answer holds the times of what is said, as tokens, by the rules of Whisper
             (arXiv:2212.04356).
     """
@@ -233,6 +239,7 @@ class SamplingParams:
     begin_suppress_tokens: Sequence[int] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
+    bad_words: Sequence[str] | None = None
     encoder_repetition_penalty: float | None = None
     encoder_no_repeat_ngram_size: int | None = None
     renormalize_logits: bool | None = None
@@ -242,6 +249,8 @@ class SamplingParams:
     stream_beams: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     constraint: Mapping[str, str] | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
     timestamps: bool = False
 
     @property
@@ -274,7 +283,10 @@ class SamplingParams:
         if not (early is None or isinstance(early, bool) or early == "never"):
             fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
         self._check_stop()
-        self._check_breakers()
+        _check_texts("dry_sequence_breakers", self.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_LENGTH)
+        _check_texts("bad_words", self.bad_words, MAX_LISTED_IDS, MAX_STOP_LENGTH)
+        if self.truncate_prompt_tokens == 0:
+            fail("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
         self._check_bias()
         self._check_structured()
         self._check_constraint()
@@ -291,6 +303,8 @@ class SamplingParams:
         if not isinstance(stop, (str, Sequence)):
             fail("stop", f"stop must be a string or a list of strings, got {brief(self.stop)}.")
         strings = self.stop_strings
+        if strings and not self.detokenize:
+            fail("stop", "stop strings need text, and detokenize is false; use stop_token_ids.")
         if len(strings) > MAX_STOP_STRINGS:
             fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
         for text in strings:
@@ -298,22 +312,6 @@ class SamplingParams:
                 fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_STOP_LENGTH:
                 fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
-
-    def _check_breakers(self) -> None:
-        name, given = "dry_sequence_breakers", self.dry_sequence_breakers
-        if given is None:
-            return
-        if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-            fail(name, f"{name} must be a list of strings, got {brief(given)}.")
-        if len(given) > MAX_BREAKERS:
-            fail(name, f"{name} may hold at most {MAX_BREAKERS} strings, got {len(given)}.")
-        for text in given:
-            if not isinstance(text, str) or not text:
-                fail(name, f"{name} must hold non-empty strings, got {brief(text)}.")
-            if len(text) > MAX_BREAKER_LENGTH:
-                fail(name, f"each of {name} may have at most {MAX_BREAKER_LENGTH} characters, got {len(text)}.")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                fail(name, f"{name} must hold valid Unicode, got {brief(text)}.")
 
     def _check_structured(self) -> None:
         given: Any = self.structured_outputs
@@ -367,6 +365,23 @@ class SamplingParams:
                 "stop",
                 f"stop strings cannot be used with beam search (num_beams is {num_beams}); use stop_token_ids instead.",
             )
+
+
+def _check_texts(name: str, given: Any, most: int, longest: int) -> None:
+    """Refuse what is no list of texts, or holds too many, too long or empty ones; None is allowed."""
+    if given is None:
+        return
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        fail(name, f"{name} must be a list of strings, got {brief(given)}.")
+    if len(given) > most:
+        fail(name, f"{name} may hold at most {most} strings, got {len(given)}.")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            fail(name, f"{name} must hold non-empty strings, got {brief(text)}.")
+        if len(text) > longest:
+            fail(name, f"each of {name} may have at most {longest} characters, got {len(text)}.")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            fail(name, f"{name} must hold valid Unicode, got {brief(text)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from engine.model import families
 from engine.model.families.entities import FILE as ENTITIES
 from engine.model.families.entities import encoder_config
 from engine.model.families.language_part import language_part
-from engine.model.folders import is_checkpoint, near
-from engine.model.gguf.folder import SUFFIX, single_file, stand_in
+from engine.model.folders import find_here, is_checkpoint
+from engine.model.gguf.folder import stand_in
 from engine.model.gguf.on_hub import named_file
 
 logger = logging.getLogger("octavo.model")
@@ -77,31 +76,12 @@ def laid_out(place: Path) -> Path:
 
 def find(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
     """The folder of a checkpoint, or the GGUF file that is one; see `locate`."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if (file := single_file(path)) is not None:
-            return file
-        if not is_checkpoint(path):
-            raise ModelLoadError(
-                f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
-                "Give the folder that holds config.json and the safetensors files, or a GGUF file."
-            )
-        return path
-    if path.suffix == SUFFIX and path.exists():
-        return path
-    if path.exists():
-        raise ModelLoadError(
-            f"{path} is a file; give the folder of the checkpoint that holds config.json, or a file *{SUFFIX}."
-        )
+    if (place := find_here(model)) is not None:
+        return place
     if (named := named_file(model)) is not None:
         from engine.model.hub import gguf_file  # slow to import
 
         return gguf_file(*named, revision, hf_token, local_only=not download)
-    if path.suffix == SUFFIX:
-        raise ModelLoadError(f"The file {path} does not exist.")
-    if _looks_like_path(model):
-        advice = near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
-        raise ModelLoadError(f"The folder {path} does not exist.{advice}")
     from engine.model import hub  # slow to import
 
     folder = hub.download(model, PATTERNS, revision, hf_token, local_only=not download)
@@ -111,17 +91,6 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
             f"files there name one: {model}:Q4_K_M, say."
         )
     return folder
-
-
-def _looks_like_path(model: str) -> bool:
-    parts = model.replace("\\", "/").split("/")
-    return (
-        model.startswith((".", "~", os.sep))
-        or model.endswith("/")
-        or os.path.isabs(model)
-        or len(parts) > 2
-        or "\\" in model
-    )
 
 
 def read_config(path: Path, given: PublishedConfig | None = None) -> Any:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 
 from engine.errors import ModelLoadError, NotDownloadedError
 from engine.model.folders import near
-from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.on_hub import choose, nothing_chosen
 
 logger = logging.getLogger("octavo.model")

@@ -30,7 +30,7 @@ from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.model import families
 from engine.model.checkpoint import PATTERNS, locate, read_config
 from engine.model.families import build_spec, stored_scheme
-from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.weights import stored_formats
 from engine.model.parameter_count import check_parameters
 from engine.model.quantisation import Quantization, quantise

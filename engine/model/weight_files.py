@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError
-from engine.model.gguf.folder import LINK, SUFFIX
+from engine.model.gguf.files import SUFFIX
+from engine.model.gguf.folder import LINK
 from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.quantisation import Quantization
 from engine.model.stored.scheme import Packed, Scheme

@@ -73,7 +73,11 @@ def _source(item: Any, pairs: bool, images: bool) -> Source:
     if isinstance(item, TokenInput):
         types = None if item.token_type_ids is None else tuple(item.token_type_ids)
         return Source(ids=tuple(item.token_ids), type_ids=types, boxes=item.bbox)
-    if isinstance(item, Mapping) and pairs:
+    if isinstance(item, Mapping) and set(item) in ({"prompt"}, {"prompt_token_ids"}):  # vLLM's form
+        (value,) = item.values()
+        if isinstance(value, str if "prompt" in item else list | tuple):
+            return _source(value, pairs=False, images=False)
+    elif isinstance(item, Mapping) and pairs:
         known = set(item) <= {"text", "text_pair"} and "text" in item
         if known and all(isinstance(text, str) for text in item.values()):
             return Source(text=item["text"], pair=item.get("text_pair"))

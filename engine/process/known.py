@@ -8,7 +8,8 @@ from pathlib import Path
 from engine.configs.alone import take_configs_alone
 from engine.configs.published import read
 from engine.errors import OctavoError
-from engine.model.gguf.folder import SUFFIX, made_before, single_file
+from engine.model.gguf.files import SUFFIX, single_file
+from engine.model.gguf.folder import made_before
 from engine.process.messages import Known, can_send, decode_known, encode
 
 __all__ = ["Known", "decode_known", "encode", "find_known", "known_folder"]

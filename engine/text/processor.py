@@ -4,7 +4,7 @@ turns a request's deltas into text, used by the offline face and by the server a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import ChoiceDelta, CompletionOutput, FinishReason, RequestDelta, TokenLogprobs
@@ -14,7 +14,30 @@ from engine.text.stop_strings import StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_loading import check_vocabulary, load_tokenizer
 
-__all__ = ["ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "load_tokenizer"]
+__all__ = [
+    "ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "load_tokenizer", "spell_bad_words",
+]  # fmt: skip
+
+
+def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with `bad_words` among `bad_words_ids`: each word as a text begins with it, and after a space.
+
+    Raises:
+        InvalidRequestError: there is no tokenizer, or the words have too many tokens.
+    """
+    if not params.bad_words:
+        return replace(params, bad_words=None) if params.bad_words is not None else params
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "bad_words are texts, but the model has no tokenizer; use bad_words_ids.",
+            param="bad_words",
+            code="no_tokenizer",
+        )
+    banned = [tuple(word) for word in params.bad_words_ids or ()]
+    for word in params.bad_words:
+        text = word.lstrip() or word
+        banned += [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (text, f" {text}")]
+    return replace(params, bad_words=None, bad_words_ids=[word for word in dict.fromkeys(banned) if word])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +123,8 @@ class OutputProcessor:
                 param="stop",
                 code="no_tokenizer",
             )
+        if not params.detokenize:
+            tokenizer = None
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
         self._tokenizer = tokenizer
         hidden: frozenset[int] = frozenset()

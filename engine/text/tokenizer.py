@@ -132,6 +132,11 @@ class Tokenizer:
         return type(self._hf).__name__
 
     @property
+    def hf(self) -> Any:
+        """The `transformers` tokenizer. Its settings are not to be changed."""
+        return self._hf
+
+    @property
     def is_fast(self) -> bool:
         """It is the tokenizers library's, and can be saved."""
         return self._fast is not None
@@ -172,7 +177,7 @@ class Tokenizer:
         if template is None:
             raise InvalidRequestError(
                 "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
-                "Use the completions endpoint, or pass a chat template.",
+                "Use completions, or set chat_template (--chat-template) to a file or a name such as chatml.",
                 param="messages",
                 code="no_chat_template",
             )
@@ -394,6 +399,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
@@ -402,33 +408,33 @@ class Tokenizer:
         The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
 
         Args:
-            messages: {"role": ..., "content": ...} each.
+            messages: {"role": ..., "content": ...} each, contents being texts.
             chat_template: used instead of the model's own.
+            tools: {"type": "function", "function": {...}} each.
             add_generation_prompt: end with what opens the assistant's answer.
-            variables: further names that the template may use (tools, enable_thinking ...).
+            variables: continue_final_message, documents, and names that the template may use (enable_thinking ...).
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
-        if chat_template is None:
-            self.need_chat_template()
+        from engine.text.conversations import fit_messages, render_conversation  # slow to import
+
+        template = chat_template or self.need_chat_template(tools=tools is not None)
         try:
-            text = self._hf.apply_chat_template(
-                list(messages),
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **variables,
-            )
-        except ImportError:
-            raise  # jinja2 is missing: not the caller's fault
-        except Exception as error:  # a template may fail in any way on messages that it was not made for
+            return render_conversation(
+                template,
+                fit_messages(messages, template, tools),
+                **{
+                    **self.template_variables, "tools": tools, "add_generation_prompt": add_generation_prompt,
+                    **variables,
+                },
+            )  # fmt: skip
+        except ValueError as error:
             raise InvalidRequestError(
-                f"The model's chat template does not accept these messages: {error or type(error).__name__}",
+                f"The model's chat template does not accept these messages: {error}",
                 param="messages",
                 code="invalid_messages",
             ) from error
-        return str(text)
 
     def _given(self, text: str, param: str = "prompt") -> str:
         """A caller's text as the tokenizer takes it."""

@@ -11,6 +11,7 @@ from engine.configs.alone import take_configs_alone
 from engine.errors import ModelLoadError
 from engine.host.resident import give_back
 from engine.interface.outputs import EngineInfo
+from engine.text.chat_templates import read_template
 from engine.text.plain import read_plain
 from engine.text.tokenizer import Tokenizer
 
@@ -58,6 +59,7 @@ def load_tokenizer(
     hf_token: str | None = None,
     *,
     lower_case: bool = False,
+    chat_template: str | None = None,
     alone: bool = False,
 ) -> Tokenizer | None:
     """Load a model's tokenizer, without running any code that comes with it.
@@ -67,6 +69,7 @@ def load_tokenizer(
         revision: branch, tag or commit on the hub.
         hf_token: access token for the hub.
         lower_case: texts are lower-cased before they are tokenised (`EngineInfo.lower_case`).
+        chat_template: replaces the tokenizer's own (see `read_template`).
         alone: where `transformers` has to read it, it does so without torch, in this whole process from then on
             (`engine.configs.alone`).
 
@@ -75,7 +78,9 @@ def load_tokenizer(
 
     Raises:
         ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
+        ConfigError: there is no such chat template.
     """
+    template = None if chat_template is None else read_template(chat_template)
     folder = Path(path_or_id)
     if not folder.is_dir():
         folder = _download(str(path_or_id), revision, hf_token)
@@ -85,7 +90,10 @@ def load_tokenizer(
         return None
     try:
         marked: Literal["source", "target"] = "target" if _class_name(folder) in TARGET_MARKED else "source"
-        loaded = Tokenizer(_load(folder, alone), lower_case=lower_case, marked_side=marked)
+        hf = _load(folder, alone)
+        if template is not None:
+            hf.chat_template = template
+        loaded = Tokenizer(hf, lower_case=lower_case, marked_side=marked)
     except Exception as error:  # tokenizers fail with bare exceptions of many kinds
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from engine import EngineInfo, SamplingParams
+from engine import chat_max_tokens
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -78,7 +78,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         self.shape = await enforce(self.service, self.shape, self.tools, self.parsing)
         params = self.shape.params
         if params.max_tokens is None:
-            limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
+            limit = chat_max_tokens(params, self.service.client.info, len(prompt.token_ids))
             if limit is not None and self.keeps_answer:
                 size = AnswerSize(self.shape, self.bytes_per_logprob, self.service.client.info)
                 limit = min(limit, size.most_tokens(self.service.settings))
@@ -103,27 +103,3 @@ class ConversationRun(Run[ChatPiece, Choice]):
         if param == "max_tokens" and self.body.max_completion_tokens is not None:
             return "max_completion_tokens"
         return "messages" if param == "prompt" else param
-
-
-def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
-    """What the model's generation config says, or a catalogue (None: the engine knows it), else what there is room for.
-
-    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
-    texts serve such a chat better than room for a long answer.
-    """
-    if params.constraint is not None:
-        return None
-    if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
-        return None
-    room = room_for_answer(params, info, prompt_len)
-    if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
-        room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
-    return max(room, 1)  # where there is no room the engine says so
-
-
-def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:
-    """Tokens that are left of the context, and of the KV cache where several sequences could fill it."""
-    width = max(params.n, params.num_beams or 1)
-    pages = info.num_blocks // width
-    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
-    return min(info.max_model_len, length) - prompt_len

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import RootModel
 from pydantic_core import to_json
 
+from engine import room_for_answer
 from server.answering.blocks import Block, Blocks
-from server.answering.conversation import ConversationRun, room_for_answer
+from server.answering.conversation import ConversationRun
 from server.answering.events import Events
 from server.answering.generation import Update
 from server.answering.message_input import NAMES

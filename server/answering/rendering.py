@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from engine.text.conversations import fit_messages
 from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.answering.formats import Formats
@@ -33,14 +31,6 @@ logger = logging.getLogger("octavo.server")
 TIME_LIMIT = 5.0  # seconds
 MAX_AT_ONCE = 4  # workers; more would only slow each other down
 
-# A template that tells the role apart writes it as a string, which developers in its prose are not.
-_KNOWS_DEVELOPER = re.compile(r"""["']developer["']""")
-# Mistral's templates want ids of nine letters and digits, and fail on others.
-_SHORT_IDS = re.compile(r"""id['"]?\]?\s*\|\s*length\s*!=\s*9""")
-_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}", re.ASCII)
-# Phi-4-mini's template reads tools from the system's message, as a JSON text; the words are of its model card.
-_TOOLS_OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
-_HAS_TOOLS = "You are a helpful assistant with some tools."
 # What a template gets from the body's own fields, and the names that rendering itself needs.
 _RESERVED = frozenset(
     {
@@ -165,7 +155,7 @@ class ChatRenderer:
                 raise ApiError(400, f"{message}{hint or ' Leave them out.'}", param=name, code="unsupported_parameter")
         conversation = Conversation(
             template=template,
-            messages=_fitted(messages, template, rendering.tools),
+            messages=fit_messages(messages, template, rendering.tools),
             special=tokenizer.template_variables,
             variables=dict(rendering.variables),
             add_generation_prompt=rendering.add_generation_prompt,
@@ -203,29 +193,3 @@ def _writing(formats: Formats) -> Writing | None:
     if written is None or written.pair is not None:  # its template writes the calls itself
         return None
     return Writing(written.first, written.begin, written.middle, written.end, written.between, written.last)
-
-
-def _fitted(
-    messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Messages as this template can read them."""
-    fitted = [dict(message) for message in messages]
-    if tools is not None and _TOOLS_OF_MESSAGE.search(template):
-        if fitted[0]["role"] not in ("system", "developer"):
-            fitted.insert(0, {"role": "system", "content": _HAS_TOOLS})
-        fitted[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    renames, shortens = not _KNOWS_DEVELOPER.search(template), bool(_SHORT_IDS.search(template))
-    for message in fitted:
-        if renames and message["role"] == "developer":
-            message["role"] = "system"
-        calls = message.get("tool_calls")
-        if shortens and calls:
-            message["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
-        if shortens and "tool_call_id" in message:
-            message["tool_call_id"] = _short(message["tool_call_id"])
-    return fitted
-
-
-def _short(id_: str) -> str:
-    """An id of nine letters and digits: the same one, where it is such an id."""
-    return id_ if _SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]

@@ -65,7 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "padding": ("do_not_pad",),
-    "bad_words": ([],),
     "logits_processors": ([],),
     # Ways to sample that llama.cpp, text-generation-webui and others have.
     "repeat_penalty": (1.0,),
@@ -274,6 +273,12 @@ _JSON_TYPES: dict[str, Any] = {
             }
         ),
     ],
+    "bad_words": Annotated[
+        list[str],
+        _FIRST,
+        at_most(MAX_LISTED_IDS, "strings"),
+        WithJsonSchema({"type": "array", "maxItems": MAX_LISTED_IDS, "items": _STOP}),
+    ],
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,
     "begin_suppress_tokens": _IDS,
@@ -305,6 +310,8 @@ _JSON_TYPES: dict[str, Any] = {
 }
 
 
+# Fields that bodies have in another form, or not at all.
+ELSEWHERE = ("structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize")
 # Of these -1 means as many as there may be, as in vLLM.
 COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
 
@@ -326,7 +333,7 @@ def sampling_fields() -> dict[str, Any]:
     docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
-        if field.name in ("structured_outputs", "timestamps"):  # other fields say it, and other endpoints
+        if field.name in ELSEWHERE:
             continue
         if field.name in NUMBER_RANGES:
             kind = _number(field.name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from engine import FILTERS, SamplingParams
+from engine.text.processor import spell_bad_words
 from server.answering.pieces import Shape
 from server.api.schemas import GenerationBody
 from server.context import Service
@@ -48,7 +49,7 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
     if echo and asked.logprobs is not None:
         fields["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs)
     return Shape(
-        params=SamplingParams(**fields),
+        params=spell_bad_words(SamplingParams(**fields), service.tokenizer),
         n=asked.n,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,

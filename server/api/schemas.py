@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from engine import MAX_LOGPROBS, SamplingParams
 from server.api.base import Body
-from server.api.fields import COUNTS_OF_LOGPROBS, Name, at_most, sampling_fields
+from server.api.fields import COUNTS_OF_LOGPROBS, ELSEWHERE, Name, at_most, sampling_fields
 from server.api.structured import StructuredBody
 from server.api.template_fields import TemplateFields
 
@@ -129,8 +129,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
-        names = [field.name for field in dataclasses.fields(SamplingParams) if field.name in type(self).model_fields]
-        given = {name: getattr(self, name) for name in names}
+        names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names.difference(ELSEWHERE)}
         given |= {name: MAX_LOGPROBS for name in COUNTS_OF_LOGPROBS if given.get(name) == -1}
         structured = self.structured()
         if structured is not None:

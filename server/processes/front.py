@@ -110,7 +110,7 @@ class Front:
         self._follow_engine()
         config = EngineConfig(
             model=begin.model, tokenizer=begin.tokenizer, revision=begin.revision, hf_token=begin.hf_token,
-            skip_tokenizer_init=begin.skip_tokenizer_init,
+            skip_tokenizer_init=begin.skip_tokenizer_init, chat_template=begin.chat_template,
         )  # fmt: skip
         tokenizer = read_tokenizer(config, client.info)
         if begin.tell_facts:

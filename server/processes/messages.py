@@ -56,6 +56,7 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
     revision: str | None
     hf_token: str | None
     skip_tokenizer_init: bool
+    chat_template: str | None
     version: str
     model_id: str
     created: int

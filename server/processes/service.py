@@ -31,6 +31,7 @@ from server.door.drain import Drain
 from server.door.key_counts import KeyCounts
 from server.door.keys import read_api_keys
 from server.door.listening import Listener
+from server.door.loading import answering_while_loading
 from server.door.rates import RequestRates
 from server.door.reload import NO_FILE
 from server.door.shares import Shares
@@ -85,7 +86,8 @@ def serve_several(
     read_api_keys(settings)  # what is wrong with them is said before the model loads
     workers = WorkerPool()
     try:
-        client = load(config, settings, log_format, partial(ask_known, config, workers))  # fronts read tokenizers
+        with answering_while_loading(listener.socket, settings, model_id):
+            client = load(config, settings, log_format, partial(ask_known, config, workers))  # fronts read tokenizers
     finally:
         workers.close()
     folder = client.folder / "metrics"
@@ -98,6 +100,7 @@ def serve_several(
         revision=config.revision,
         hf_token=config.hf_token,
         skip_tokenizer_init=config.skip_tokenizer_init,
+        chat_template=config.chat_template,
         version=version,
         model_id=model_id,
         created=int(time.time()),

@@ -18,12 +18,13 @@ import msgspec
 
 from engine import StructuredOutputsParams
 from engine.host.resident import give_back_code
+from engine.text.conversations import load_renderer
 from server.workers.configs import find_config
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 from server.workers.grammars import try_grammar
 from server.workers.images import Picture, load_decoders, read_picture
 from server.workers.sound import SoundPart, decode
-from server.workers.templates import Conversation, load_renderer, render
+from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {

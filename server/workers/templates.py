@@ -1,20 +1,15 @@
-"""Chat templates, rendered as `transformers` does it: the job of a worker."""
+"""Conversations rendered by their chat templates: the job of a worker."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from server.workers.fitting import HERMES, Messages, Roles, Writing, fitted, probe, shows_all, with_tool_prompt
+from engine.text.conversations import Messages, render_conversation
+from server.workers.fitting import HERMES, Roles, Writing, fitted, probe, shows_all, with_tool_prompt
 
 _MOST_SAID = 1000  # characters of what a template says about its failure
-# A template that tells a missing content from an empty one may take the latter for an answer without calls.
-_KNOWS_NO_CONTENT = re.compile(r"""(?<!_)content['"]?\]?\s+is\s+(not\s+)?none""")
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -69,15 +64,8 @@ class Rendered(msgspec.Struct, array_like=True):
     length: int
 
 
-def load_renderer() -> Any:
-    """What renders; loaded before a worker is forked, and not where conversations are only sent."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template
-
-
 def render(conversation: Conversation) -> Rendered:
-    """Messages to the text of a prompt, in the sandbox of `transformers`.
+    """Messages to the text of a prompt.
 
     Raises:
         ValueError: the template refuses these messages, or fails on them; its words.
@@ -108,56 +96,15 @@ def _shows(conversation: Conversation, roles: Roles) -> bool:
 
 
 def _rendered(conversation: Conversation) -> str:
-    refusal: Exception | None = None
-    for messages in _forms(conversation):
-        try:
-            return _render(conversation, messages)
-        except MemoryError:
-            raise
-        except Exception as problem:  # a template may fail in any way on messages that it was not made for
-            refusal = refusal or problem
-    raise ValueError((str(refusal) or type(refusal).__name__)[:_MOST_SAID]) from refusal
-
-
-def _forms(conversation: Conversation) -> Iterator[Messages]:
-    """The messages in the forms that templates want calls in, the best first.
-
-    The documentation of `transformers` has it that arguments are objects; some templates were made for text, and fail
-    on objects. Where an answer held calls and no text, its content is missing or empty.
-    """
-    messages = conversation.messages
-    if not any("tool_calls" in message for message in messages):
-        yield messages
-        return
-    contents = (None, "") if _KNOWS_NO_CONTENT.search(conversation.template) else ("",)
-    for content, objects in itertools.product(contents, (True, False)):
-        yield [_with_calls(message, content, objects) if "tool_calls" in message else message for message in messages]
-
-
-def _render(conversation: Conversation, messages: Messages) -> str:
-    texts, _ = load_renderer()(
-        conversations=[messages],
-        tools=conversation.tools,
-        documents=conversation.documents,
-        chat_template=conversation.template,
-        add_generation_prompt=conversation.add_generation_prompt,
-        continue_final_message=conversation.continue_final_message,
-        **{**conversation.special, **conversation.variables},
-    )
-    return str(texts[0])
-
-
-def _with_calls(message: dict[str, Any], empty: str | None, objects: bool) -> dict[str, Any]:
-    calls = message["tool_calls"]
-    if objects:
-        calls = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return {**message, "content": message["content"] or empty, "tool_calls": calls}
-
-
-def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    text = function["arguments"]
     try:
-        arguments = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):  # a model may have written anything
-        return function
-    return {**function, "arguments": arguments} if isinstance(arguments, dict) else function
+        return render_conversation(
+            conversation.template,
+            conversation.messages,
+            tools=conversation.tools,
+            documents=conversation.documents,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **{**conversation.special, **conversation.variables},
+        )
+    except ValueError as problem:
+        raise ValueError(str(problem)[:_MOST_SAID]) from problem

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -27,38 +26,10 @@ LINK = "model.gguf"
 """The name of the link to the file."""
 NO_TOKENIZER = "no_tokenizer.txt"
 """The file that says why there is no tokenizer."""
-SUFFIX = ".gguf"
-
-_FORMAT = 3
+_FORMAT = 4
 """Changes with what is written."""
 _UNFINISHED = ".octavo-writing-"
 _KEPT_SECONDS = 30 * 24 * 3600
-_SHOWN = 5
-
-PART = re.compile(r"-\d{5}-of-(\d{5})$")
-"""How the stem of a file ends that is one of several of a model, and how many these are."""
-
-
-def single_file(folder: Path) -> Path | None:
-    """The GGUF file that is a folder's model; None where it holds safetensors, or no GGUF file.
-
-    Raises:
-        ModelLoadError: there are several, or parts of one.
-    """
-    # Projectors of images lie beside the models that they are for.
-    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
-    if not found or any(folder.glob("*.safetensors*")):
-        return None
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:_SHOWN])
-        whole = [file for file in found if PART.search(file.stem) is None]
-        if not whole:
-            raise ModelLoadError(
-                f"{folder} holds a model in parts ({names}), which is read as one file. Join them: llama-gguf-split "
-                f"--merge {found[0]} WHOLE."
-            )
-        raise ModelLoadError(f"{folder} holds {len(found)} GGUF files ({names}): name one of them, such as {whole[0]}.")
-    return found[0]
 
 
 def lacks_tokenizer(folder: Path) -> str:
@@ -152,6 +123,7 @@ def _make(folder: Path, path: Path) -> None:
 def _contents(file: Gguf) -> dict[str, Any]:
     """The files of the folder."""
     from engine.model.gguf.architectures import describe
+    from engine.model.gguf.sampling import sampling_fields
     from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
 
     _, config = describe(file)
@@ -159,7 +131,8 @@ def _contents(file: Gguf) -> dict[str, Any]:
     ids = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")} | {"eos_token_id": ends or None}
     found: dict[str, Any] = {
         "config.json": config | ids | {"dtype": _dtype(file)},
-        "generation_config.json": {name: value for name, value in ids.items() if value is not None},
+        "generation_config.json": {name: value for name, value in ids.items() if value is not None}
+        | sampling_fields(file),
     }
     try:
         found |= tokenizer_files(file)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from engine.errors import ModelLoadError
-from engine.model.gguf.folder import PART, SUFFIX
+from engine.model.gguf.files import PART, SUFFIX
 
 _NAMED = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([^\\]+{re.escape(SUFFIX)}))")
 _SHOWN = 12

@@ -1,0 +1,70 @@
+"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's where they ask for nothing else than Octavo does."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+_ANY = object()
+_ONE = (1,)
+_OFF = (None, False)
+# vLLM's arguments that are no settings here: the values that change nothing, or `_ANY` for all, and why others would.
+_HARMLESS: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (_ONE, "a model runs on one device"),
+    "pipeline_parallel_size": (_ONE, "a model runs on one device"),
+    "data_parallel_size": (_ONE, "start several services instead"),
+    "enable_expert_parallel": (_OFF, "a model runs on one device"),
+    "trust_remote_code": (_OFF, "code of a checkpoint is never run"),
+    "enable_chunked_prefill": ((None, True), "long prompts always come in chunks"),
+    "cpu_offload_gb": ((None, 0), "weights stay on one device"),
+    "enable_lora": (_OFF, "adapters are not supported"),
+    "speculative_config": (_OFF, "speculative decoding is not supported"),
+    "hf_overrides": ((None, {}), "the checkpoint's config is used as it is"),
+    "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used as it is"),
+    "limit_mm_per_prompt": ((None, {}), "prompts hold no images"),
+    "logits_processors": ((None, []), "use structured outputs or SamplingParams"),
+    "pooler_config": ((None, {}), "the checkpoint says how to pool; embed and encode take parameters"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is that of transformers"),
+    "tokenizer_revision": ((None,), "name a folder that holds the tokenizer"),
+    "load_format": (("auto", "safetensors", "gguf"), "weights are read from safetensors and GGUF"),
+    "config_format": (("auto", "hf"), "the config is config.json or a GGUF file's"),
+    "runner": (_ANY, ""),  # the model decides
+    "convert": (("auto", "none"), "the model decides"),
+    "task": (_ANY, ""),
+    "swap_space": (_ANY, ""),  # nothing is swapped
+    "disable_log_stats": (_ANY, ""),
+    "disable_custom_all_reduce": (_ANY, ""),
+    "max_logprobs": (_ANY, ""),
+    "max_parallel_loading_workers": (_ANY, ""),
+    "max_seq_len_to_capture": (_ANY, ""),
+    "compilation_config": (_ANY, ""),
+}
+_ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+    """The engine's settings.
+
+    Raises:
+        ConfigError: an argument is unknown, or has a value that would change what Octavo does.
+    """
+    known = {field.name for field in fields(EngineConfig)}
+    settings: dict[str, Any] = {"max_step_time": 0.0}
+    for name, value in given.items():
+        own = _ALIASES.get(name, name)
+        if own in known:
+            settings[own] = _DTYPES.get(str(value), value) if own == "dtype" else value
+            continue
+        if name not in _HARMLESS:
+            near = difflib.get_close_matches(name, [*known, *_HARMLESS], n=1)
+            raise ConfigError(f"LLM takes no {name}{f'; did you mean {near[0]}?' if near else '.'}")
+        allowed, reason = _HARMLESS[name]
+        if allowed is not _ANY and value not in allowed:
+            raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}: {reason}.")
+    return EngineConfig(model=str(model), **settings)

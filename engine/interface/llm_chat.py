@@ -1,0 +1,100 @@
+"""The conversations that `LLM.chat` takes, checked, and how they become prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import EngineInfo
+from engine.interface.request import TokenInput
+from engine.interface.values import brief
+from engine.text.chat_templates import read_template
+from engine.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any] | Callable[..., Any]
+
+
+def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or several, with contents as text.
+
+    Raises:
+        InvalidRequestError: names the message that is wrong.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        _fail("messages", f"messages must be a conversation, a list of messages, or a list of these, {_got(messages)}.")
+    if isinstance(messages[0], Mapping):
+        return [_read_conversation(messages, "messages")]
+    return [_read_conversation(item, f"messages[{place}]") for place, item in enumerate(messages)]
+
+
+def _read_conversation(messages: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        _fail("messages", f"{where} must be a list of messages, {_got(messages)}.")
+    return [_read_message(item, f"{where}[{place}]") for place, item in enumerate(messages)]
+
+
+def _read_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        _fail("messages", f"{where} must be a dictionary with role and content, {_got(message)}.")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+    elif content is None and message.get("tool_calls"):
+        content = ""
+    elif not isinstance(content, str):
+        _fail("messages", f"{where}.content must be a text or a list of text parts, {_got(content)}.")
+    calls = message.get("tool_calls")
+    if calls is None:
+        return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
+    if not all(isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls):
+        _fail("messages", f"{where}.tool_calls must hold dictionaries with id, type and function, {_got(calls)}.")
+    return {**message, "content": content}
+
+
+def _read_part(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        _fail("messages", f'{where} must be {{"type": "text", "text": ...}}; other parts are not read, {_got(part)}.')
+    return text
+
+
+def conversation_prompt(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    chat_template: str | None,
+    tools: Sequence[Tool] | None,
+    **variables: Any,
+) -> TokenInput:
+    """A conversation as the model reads it.
+
+    Raises:
+        InvalidRequestError: there is no template, it knows no tools, or it refuses these messages.
+        ConfigError: there is no such chat template.
+    """
+    template = None if chat_template is None else read_template(chat_template)
+    template = template or tokenizer.need_chat_template(tools=tools is not None)
+    if tools is not None and "tools" not in template:
+        _fail("tools", "the chat template knows no tools, so that the model would not see them. Leave them out.")
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **variables)  # type: ignore[arg-type]
+    return TokenInput(tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def check_chats(info: EngineInfo) -> None:
+    """Refuse a model that knows no conversations.
+
+    Raises:
+        InvalidRequestError: it has an encoder.
+    """
+    if info.max_encoder_len is not None:
+        _fail("messages", f"{info.model} is an encoder-decoder model, which knows no conversations. Use generate.")
+
+
+def _got(value: Any) -> str:
+    return f"got {brief(value)}"
+
+
+def _fail(param: str, message: str) -> NoReturn:
+    raise InvalidRequestError(message, param=param, code="invalid_value")

@@ -1,0 +1,152 @@
+"""The prompts that `LLM.generate` takes: texts, token ids, and vLLM's dictionaries of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, Literal, NoReturn
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import EngineInfo
+from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.values import brief
+from engine.text.tokenizer import Tokenizer
+
+AnyInput = TokenInput | Seq2SeqInput | AudioInput
+Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput | Mapping[str, Any]
+
+_PLAIN = ("prompt", "prompt_token_ids")
+_SIDES = ("encoder_prompt", "decoder_prompt")
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list.
+
+    Raises:
+        InvalidRequestError: `prompts` is neither.
+    """
+    if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput, Mapping)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        _refuse(prompts)
+    items = list(prompts)
+    return [items] if items and _is_id(items[0]) else items
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Reads prompts as the engine takes them.
+
+    Attributes:
+        tokenizer: None where the model has none; then prompts are token ids.
+        kept: most tokens of a prompt; longer ones are cut. None: all.
+    """
+
+    tokenizer: Tokenizer | None
+    info: EngineInfo
+    kept: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, info: EngineInfo, params: SamplingParams) -> PromptReader:
+        """What reads the prompt of a request with these parameters.
+
+        Raises:
+            InvalidRequestError: truncate_prompt_tokens are more than the model takes.
+        """
+        room, kept = info.max_encoder_len or info.max_model_len, params.truncate_prompt_tokens
+        if kept is not None and kept > room:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 for as many as "
+                "leave room for the answer.",
+                param="truncate_prompt_tokens",
+                code="invalid_value",
+            )
+        if kept == -1:
+            kept = room if info.max_encoder_len else max(room - (params.max_tokens or 1), 1)
+        return cls(tokenizer, info, kept)
+
+    def read(self, prompt: Any) -> AnyInput:
+        """One prompt.
+
+        Raises:
+            InvalidRequestError: it is no prompt, or a text for a model without a tokenizer.
+        """
+        if isinstance(prompt, (Seq2SeqInput, AudioInput)):
+            if self.kept is not None:
+                _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")
+            return prompt
+        if isinstance(prompt, TokenInput):
+            return prompt if self.kept is None else replace(prompt, token_ids=self.cut(prompt.token_ids))
+        if isinstance(prompt, Mapping):
+            return self._read_dict(prompt)
+        if not isinstance(prompt, str):
+            return TokenInput(self.cut(_ids(prompt)))
+        tokenizer = self._need_tokenizer()
+        if self.kept is None:
+            return TokenInput(tokenizer.encode(prompt), prompt)
+        return TokenInput(tokenizer.encode_input(prompt, max_length=self.kept, side=self._side).ids, prompt)
+
+    def cut(self, ids: Sequence[int]) -> list[int]:
+        """The token ids that stay."""
+        if self.kept is None:
+            return list(ids)
+        return list(ids[-self.kept :] if self._side == "left" else ids[: self.kept])
+
+    @property
+    def _side(self) -> Literal["left", "right"]:
+        """Where tokens are left out: before what an answer goes on from; of an encoder's input where the tokenizer
+        says."""
+        return "left" if self.tokenizer is None or not self.info.max_encoder_len else self.tokenizer.truncation_side
+
+    def _read_dict(self, prompt: Mapping[str, Any]) -> AnyInput:
+        given = {name: value for name, value in prompt.items() if value is not None}
+        if given and set(given) <= set(_PLAIN):
+            text, ids = (given.get(name) for name in _PLAIN)
+            if text is not None and not isinstance(text, str):
+                _fail(f"prompt must be a text, got {brief(text)}. Token ids go into prompt_token_ids.")
+            return self.read(text) if ids is None else TokenInput(self.cut(_ids(ids)), text)
+        if "encoder_prompt" in given and set(given) <= set(_SIDES):
+            whole, begin = self.read(given["encoder_prompt"]), given.get("decoder_prompt")
+            if not isinstance(whole, TokenInput):
+                _fail(f"encoder_prompt must be a text or token ids, got {brief(given['encoder_prompt'])}.")
+            if isinstance(begin, str):
+                return Seq2SeqInput(whole.token_ids, self._need_tokenizer().encode_answer(begin))
+            return Seq2SeqInput(whole.token_ids, None if begin is None else _ids(begin))
+        unknown = sorted(str(name) for name in given if name not in (*_PLAIN, *_SIDES))
+        found = f"unknown keys: {', '.join(unknown)}" if unknown else f"its keys are: {', '.join(given) or 'none'}"
+        _fail(
+            "a prompt given as a dictionary must hold prompt or prompt_token_ids, or encoder_prompt and optionally "
+            f"decoder_prompt for an encoder-decoder model; {found}."
+        )
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            _fail(
+                f"{self.info.model} has no tokenizer, so prompts must be token ids. Set tokenizer to a folder that has "
+                "one."
+            )
+        return self.tokenizer
+
+
+def _ids(ids: Any) -> list[int]:
+    """Token ids, those of numpy's and torch's arrays included."""
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(_is_id, listed)):
+        _refuse(ids)
+    return [int(token) for token in listed]
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _refuse(prompt: Any) -> NoReturn:
+    _fail(
+        "a prompt must be a text, a list of token ids, or a dictionary with prompt or prompt_token_ids, got "
+        f"{type(prompt).__name__}: {brief(prompt)}."
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    raise InvalidRequestError(message, param="prompt", code="invalid_value")

@@ -1,0 +1,36 @@
+"""GGUF files by their names: which one of a folder is a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.errors import ModelLoadError
+
+SUFFIX = ".gguf"
+_SHOWN = 5
+
+PART = re.compile(r"-\d{5}-of-(\d{5})$")
+"""How the stem of a file ends that is one of several of a model, and how many these are."""
+
+
+def single_file(folder: Path) -> Path | None:
+    """The GGUF file that is a folder's model; None where it holds safetensors, or no GGUF file.
+
+    Raises:
+        ModelLoadError: there are several, or parts of one.
+    """
+    # Projectors of images lie beside the models that they are for.
+    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
+    if not found or any(folder.glob("*.safetensors*")):
+        return None
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:_SHOWN])
+        whole = [file for file in found if PART.search(file.stem) is None]
+        if not whole:
+            raise ModelLoadError(
+                f"{folder} holds a model in parts ({names}), which is read as one file. Join them: llama-gguf-split "
+                f"--merge {found[0]} WHOLE."
+            )
+        raise ModelLoadError(f"{folder} holds {len(found)} GGUF files ({names}): name one of them, such as {whole[0]}.")
+    return found[0]

@@ -1,0 +1,99 @@
+"""The answer to each connection while the model loads: 503, and when to ask again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from functools import partial
+from socket import socket
+
+from server.config.settings import ServerSettings
+
+RETRY_AFTER = 5  # seconds
+_PATIENCE = 5.0  # seconds that a client gets for its request, and to read the answer
+_LAST_MOMENT = 0.5  # seconds that answers get to end once the model has loaded
+_MOST_HEAD = 65536
+_MOST_BODY = 1 << 20  # bytes of a request that are read before its connection is closed
+
+
+@contextlib.contextmanager
+def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[None]:
+    """Within the block, connections to a bound socket are answered by a thread; the socket stays open after it.
+
+    Args:
+        settings: with the certificate, if there is one.
+        model_id: that is loading.
+    """
+    tls = None
+    if settings.ssl_certfile is not None:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
+    loop = asyncio.new_event_loop()
+    opened = loop.run_until_complete(
+        # A copy of the socket, which asyncio closes at the end.
+        asyncio.start_server(partial(_answer, _response(model_id)), sock=listener.dup(), ssl=tls, limit=_MOST_HEAD)
+    )
+    thread = threading.Thread(target=loop.run_forever, name="while-loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(_finish(opened), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _finish(opened: asyncio.Server) -> None:
+    """Accept no more, and let answers that have begun end."""
+    opened.close()
+    me = asyncio.current_task()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_MOMENT):
+            while running := asyncio.all_tasks() - {me}:  # one that accepts a connection starts one that answers it
+                await asyncio.wait(running)
+    late = asyncio.all_tasks() - {me}
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+
+
+def _response(model_id: str) -> tuple[bytes, bytes]:
+    """Head and body."""
+    error = {
+        "message": f"The model {model_id} is loading. Try again in {RETRY_AFTER} s.",
+        "type": "server_error",
+        "param": None,
+        "code": "loading",
+    }
+    body = json.dumps({"error": error}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\n"
+        f"Retry-After: {RETRY_AFTER}\r\n"
+        "Content-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode(), body
+
+
+async def _answer(response: tuple[bytes, bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    head, body = response
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            request = await reader.readuntil(b"\r\n\r\n")
+            writer.write(head if request.startswith(b"HEAD ") else head + body)
+            await writer.drain()
+            if writer.can_write_eof():
+                writer.write_eof()
+            left = _MOST_BODY  # a connection that is closed with unread bytes is reset, and its answer may be lost
+            while left > 0 and (data := await reader.read(65536)):
+                left -= len(data)
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return  # the client has gone, is slow, or speaks no HTTP
+    finally:
+        writer.close()
