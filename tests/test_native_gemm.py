@@ -358,8 +358,8 @@ def test_blocks_of_a_file_in_their_own_bits(isa: str, kind: BlockKind) -> None:
         packed = gemm.pack_blocks(made, case.bias)
         found = case.run(packed)
         assert torch.equal(gemm.unpack(replace(packed, bias=None)), dense)
-    whole = -(-outputs // packed.panel) * packed.panel * held_size(kind, inputs)
-    assert packed.nbytes == -(-whole // 64) * 64 or kind == "mxfp4"
+    panels = -(-outputs // packed.panel)
+    assert 0 <= packed.nbytes - panels * packed.panel * held_size(kind, inputs) < 64 * panels, "they are aligned"
     assert held_size(kind, inputs) <= 1.06 * made.values.shape[1]
     size = integers.shape[-1]
     steps, units = _quantised_rows(case.x.reshape(-1, size))

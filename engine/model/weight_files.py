@@ -20,6 +20,7 @@ from engine.errors import ModelLoadError
 from engine.model.gguf.folder import LINK, SUFFIX
 from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.quantisation import Quantization
+from engine.model.stored.bits import as_blocks
 from engine.model.stored.scheme import Packed, Scheme
 from engine.model.table import WeightTable
 
@@ -173,9 +174,9 @@ class Checkpoint:
         """What a matrix of few bits is in the bits that it is stored in; what it is of ours where that is not known."""
         place = self.names[name]
         handle = self._handles[place[0]]
-        if place not in self._packed and isinstance(handle, GgufWeights):
-            return handle.own_kind(place[1])
-        return self.kind(name)
+        if place in self._packed:
+            return self._packed[place][0].own or self.kind(name)
+        return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is stored in few bits, of whatever kind."""
@@ -200,7 +201,8 @@ class Checkpoint:
                 return self._handles[place[0]].quantised(place[1], own)  # type: ignore[no-any-return]
         packed, parts = self._packed[place]
         assert packed.quantised is not None
-        return packed.quantised(*self._read_parts(parts))
+        made = packed.quantised(*self._read_parts(parts))
+        return made if packed.own is None or not own else as_blocks(made)
 
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor."""

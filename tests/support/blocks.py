@@ -11,7 +11,7 @@ from engine.model.gguf import blocks
 
 def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> Blocks:
     """Any bytes, but that halves are about 0.01, and exponents those of such numbers."""
-    format = next(one for one in blocks._FORMATS.values() if one.own_kind == kind)
+    format = blocks.format_of(kind)
     generator = torch.Generator().manual_seed(seed)
     octets = torch.randint(
         0, 256, (outputs * inputs // format.numbers, format.size), dtype=torch.uint8, generator=generator

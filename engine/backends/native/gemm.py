@@ -37,12 +37,15 @@ from engine.backends.native.memory import Arena
 
 logger = logging.getLogger("octavo.native")
 
-BlockKind = Literal["q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4"]
-"""GGUF's formats whose blocks are multiplied in their own bits. Q4_1 and Q8_0 have the bits of int4 and int8."""
+BlockKind = Literal[
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128"
+]  # fmt: skip
+"""GGUF's formats whose blocks are multiplied in their own bits, where Q4_1 and Q8_0 have the bits of int4 and int8; and
+int4 with a scale and a minimum for each 128 inputs, as AWQ and GPTQ have them."""
 Kind = Literal[
     "float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4",
     "amx_float32", "amx_bfloat16", "amx_int8", "amx_int8_rotated", "amx_int4",
-    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "parts",
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "parts",
 ]  # fmt: skip
 Form = Literal["plain", "portable", "rotated"]
 """How weights are quantised: in groups as they lie; so, and with scales that have the bits of bfloat16, in which other
@@ -149,7 +152,8 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [outputs, inputs] as a GGUF file has it (`engine.model.gguf.blocks` reads it).
+    """A weight [outputs, inputs] as a GGUF file has it (`engine.model.gguf.blocks` reads it); or int4_128, in blocks of
+    64 bytes as `Quantised` has them, a scale and a minimum.
 
     Attributes:
         values: uint8 [outputs, bytes of a row], blocks one after the other.

@@ -119,17 +119,17 @@ def as_blocks(data: Tensor, format: BlockFormat, rows: int) -> Blocks:
 
 def groups_of(weight: Blocks) -> Grouped:
     """The groups of each row, integers [outputs, groups, numbers]."""
-    format = next(format for format in _FORMATS.values() if format.own_kind == weight.kind)
+    format = format_of(weight.kind)
     assert format.decode is not None
     rows = len(weight.values)
     integers, scales, minima = format.decode(weight.values.view(-1, format.size))
     size = integers.shape[-1]
-    return integers.view(rows, -1, size), scales.view(rows, -1), None if minima is None else minima.view(rows, -1)
+    return integers.view(rows, -1, size), scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
 
 
 def held_size(kind: BlockKind, numbers: int) -> int:
     """Bytes of so many numbers as kernels read them: in K formats scales and minima of 6 bits are a byte each."""
-    format = next(format for format in _FORMATS.values() if format.own_kind == kind)
+    format = format_of(kind)
     more = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}.get(format.name, 0)
     return numbers // format.numbers * (format.size + more)
 
@@ -199,6 +199,12 @@ def _q4_1_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q4_1(blocks: Tensor) -> Grouped:
     return _fields(blocks[:, 4:], 16, 4).view(-1, 1, 32), _half(blocks[:, :2]), _half(blocks[:, 2:4])
+
+
+def _int4_128(blocks: Tensor) -> Grouped:
+    """Activations have scales for 32 inputs, so that scales and minima are there four times."""
+    q = _fields(blocks[:, :64], 4, 4).view(-1, 4, 32)
+    return q, _half(blocks[:, 64:66]).expand(-1, 4), _half(blocks[:, 66:]).expand(-1, 4)
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
@@ -326,6 +332,15 @@ _FORMATS: dict[int, BlockFormat] = {
     41: BlockFormat("Q1_0", 128, 18),
 }
 """By ggml's number of each."""
+
+
+_INT4_128 = BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66))
+"""No format of a file."""
+
+
+def format_of(kind: BlockKind) -> BlockFormat:
+    """The format whose blocks are so."""
+    return next(format for format in (*_FORMATS.values(), _INT4_128) if format.own_kind == kind)
 
 
 def find_format(number: int) -> BlockFormat | None:

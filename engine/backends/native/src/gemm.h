@@ -37,6 +37,7 @@ enum Kind : int64_t {
   BY_IQ4_NL,
   BY_IQ4_XS,
   BY_MXFP4,
+  BY_INT4_128,
   BY_PARTS,
 };
 
@@ -270,6 +271,7 @@ void q6_k_part(const Product& p, int thread, int threads);
 void iq4_nl_part(const Product& p, int thread, int threads);
 void iq4_xs_part(const Product& p, int thread, int threads);
 void mxfp4_part(const Product& p, int thread, int threads);
+void int4_128_part(const Product& p, int thread, int threads);
 void parts_part(const Product& p, int thread, int threads);
 
 // A thread's share of a product of any kind.

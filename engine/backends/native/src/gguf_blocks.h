@@ -1,4 +1,5 @@
-// The blocks of GGUF's formats of few bits: what a block's bytes mean is told by ggml's reference (ggml-quants.c).
+// The blocks of GGUF's formats of few bits: what a block's bytes mean is told by ggml's reference (ggml-quants.c). And those
+// of our own 4 bits whose scales and minima are of 128 inputs, as AWQ and GPTQ have them.
 #pragma once
 
 #include "common.h"
@@ -22,12 +23,12 @@ struct UnpackedBlock {
 
 // Lower halves of `width` bytes, then upper halves.
 OCTAVO_INLINE void take_halves(const uint8_t* from, int64_t width, uint8_t* q) {
-  for (int64_t i = 0; i < width; i += 8) {
-    uint64_t eight;
-    __builtin_memcpy(&eight, from + i, 8);
-    const uint64_t lower = eight & 0x0f0f0f0f0f0f0f0f, upper = eight >> 4 & 0x0f0f0f0f0f0f0f0f;
-    __builtin_memcpy(q + i, &lower, 8);
-    __builtin_memcpy(q + width + i, &upper, 8);
+  for (int64_t i = 0; i < width; i += 4) {
+    uint32_t four;
+    __builtin_memcpy(&four, from + i, 4);
+    const uint32_t lower = four & 0x0f0f0f0f, upper = four >> 4 & 0x0f0f0f0f;
+    __builtin_memcpy(q + i, &lower, 4);
+    __builtin_memcpy(q + width + i, &upper, 4);
   }
 }
 
@@ -90,6 +91,18 @@ struct Q5_1 {
     __builtin_memcpy(to.halves, from, 4);
     take_halves(from + 8, 16, to.q);
     take_fifths(from + 4, to.q);
+  }
+};
+
+// The integers as gemm_quantise_int4 makes them: of eight, four bytes with the first four in the lower halves.
+struct INT4_128 {
+  static constexpr int64_t NUMBERS = 128, SIZE = 68, GROUP = 128;
+  static constexpr int BITS = 4, ZERO = 0;
+  static constexpr bool MINIMA = true, SUBTRACTED = false;
+  static constexpr Scales SCALES = OF_BLOCKS;
+  static void unpack(const uint8_t* from, UnpackedBlock& to) {
+    for (int64_t i = 0; i < 16; ++i) take_halves(from + 4 * i, 4, to.q + 8 * i);
+    __builtin_memcpy(to.halves, from + 64, 4);
   }
 };
 
