@@ -116,7 +116,7 @@ def profile(folder: Path, dtype: str, quantization: str | None, rows: int) -> di
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.packed is not None and module.packed.native is not None:
             label = f"product {module.inputs} to {module.outputs}"
-            weights["head" if name.startswith("head") else label] += module.packed.native.data.nbytes
+            weights["head" if name.startswith("head") else label] += module.packed.native.nbytes
     parts = {name: 1e6 * median(times) for name, times in around.items()}
     step = 1e6 * median(whole)
     return {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import reference
+from support.blocks import numbers
 from support.checkpoints import random_prompt
 from support.driving import Job, logprobs, make_engine, run
 from support.gguf_files import KINDS, library, put, write_file
@@ -32,10 +33,11 @@ from engine.inspection import inspect_model
 from engine.model import checkpoint, quantised_loading
 from engine.model.gguf import blocks
 from engine.model.gguf import folder as folders
-from engine.model.gguf.blocks import as_quantised, dequantise, find_format
+from engine.model.gguf.blocks import as_quantised, dequantise, find_format, numbers_of
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
+from engine.model.quantisation import Parts
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
 
@@ -120,7 +122,7 @@ def test_8_bits_are_not_rounded_twice(gguf: Any, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("format", "kind"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+@pytest.mark.parametrize(("format", "kind"), [("Q8_0", "int8"), ("Q4_1", "int4"), ("Q4_0", "q4_0")])
 def test_matrices_of_a_conv1d_stay_as_they_are_stored(format: str, kind: str, gguf: Any, tmp_path: Path) -> None:
     """A file has them by outputs, transformers by inputs."""
     path = tmp_path / "tiny.gguf"
@@ -137,26 +139,29 @@ def test_matrices_of_a_conv1d_stay_as_they_are_stored(format: str, kind: str, gg
 
 
 def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Matrices of 4 bits are taken as they are, also where heads are interleaved; others become int8, and plain ones
-    stay plain."""
+    """Matrices are taken in their own bits, also where heads are interleaved and where several kinds are multiplied as
+    one; plain ones stay plain."""
     path = tmp_path / "tiny.gguf"
     model = write_file(path, KINDS["llama"], formats=("Q4_0", "Q4_1", "Q5_1", "Q4_0", "F16", "Q8_0"))
     plain = {name: tensor for name, tensor in model.state_dict().items() if tensor.dim() == 2}
     with Checkpoint(stand_in(path)) as stored:
-        kinds = {name: stored.kind(name) for name in plain}
-        assert sum(kind == "int4" for kind in kinds.values()) > 4
+        kinds = {name: stored.own_kind(name) for name in plain}
         for name, kind in kinds.items():
+            assert (kind is not None) == stored.few_bits(name)
             if kind is not None:
-                assert stored.few_bits(name)
-                assert torch.equal(stored.quantised(name).dense(), plain[name])
-        few = {name: kind or "int8" for name, kind in kinds.items() if stored.few_bits(name)}
-    assert any("q_proj" in name and kind == "int4" for name, kind in few.items())
+                made = stored.quantised(name, own=True)
+                dense = numbers(made) if isinstance(made, gemm.Blocks) else made.dense()
+                assert torch.equal(dense, plain[name])
+    assert any("k_proj" in name and kind == "q5_1" for name, kind in kinds.items())
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "quantization": "stored"}
     with caplog.at_level("INFO", "octavo.model"):
         engine = make_engine(path, **settings)
     found = {module.stored for module, _ in engine.runner.model.matrices("stored")}
-    assert found == {"int4", "int8", None}
+    assert Parts(("int4", "q5_1", "q4_0"), (64, 32, 32)) in found
+    assert {"q5_1", None} < found
+    assert "int8" not in found
     assert "were taken as they are stored" in caplog.text
+    assert "become int8" not in caplog.text
     prompt = random_prompt(KINDS["llama"].shape.vocab, 3, 40)
     small = logprobs(engine, prompt)
     engine.close()
@@ -211,7 +216,7 @@ def test_the_kernel_makes_q6_ks_numbers_as_torch_does(isa: str, threads: int, co
     octets = torch.randint(0, 256, (count, format.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     octets[:, -1] &= 0xBF  # halves below 2
     data = torch.cat((torch.zeros(3, dtype=torch.uint8), octets.flatten()))[3:]  # words do not begin where words may
-    wanted = format.decode(octets)
+    wanted = numbers_of(format.decode(octets)).flatten(1)
     with kernels_of(isa, threads):
         found = [dequantise(data, format), dequantise(data, format, torch.bfloat16)]
     assert torch.equal(found[0].view(torch.int32), wanted.flatten().view(torch.int32))

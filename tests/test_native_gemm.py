@@ -6,19 +6,22 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.blocks import numbers, random_blocks
 from support.native import ISAS, each_amx, each_isa, kernels_of, needs_amx, needs_native
 from torch import Tensor
 
 from engine.backends.native import gemm
 from engine.backends.native.build import EMULATED_TILES
-from engine.backends.native.gemm import GROUP, Form, Packed, Quantised, matmul
+from engine.backends.native.gemm import GROUP, BlockKind, Form, Packed, Quantised, matmul
 from engine.model import quantisation
+from engine.model.gguf.blocks import groups_of, held_size
 
 pytestmark = needs_native
 few = settings(max_examples=20, deadline=None, derandomize=True)
@@ -333,6 +336,89 @@ def test_a_large_activation_takes_less_from_its_neighbours_where_groups_are_rota
             found = matmul(gemm.pack_int8(gemm.quantise_int8(weight, form)), x)
         errors.append(float((found - x @ weight.T).square().mean()))
     assert errors[1] < 0.25 * errors[0]
+
+
+each_block_kind = pytest.mark.parametrize("kind", get_args(BlockKind))
+
+
+@each_isa
+@each_block_kind
+def test_blocks_of_a_file_in_their_own_bits(isa: str, kind: BlockKind) -> None:
+    """Weights are those of the blocks to the bit, of no more bytes than said, and sums as exact as those of groups can
+    be. Rows depend neither on others nor on threads."""
+    outputs, inputs = 77, 768
+    made = random_blocks(kind, outputs, inputs)
+    dense = numbers(made)
+    integers, scales, minima = groups_of(made)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(29, inputs, generator=generator) * torch.rand(29, 1, generator=generator).mul(12).exp2()
+    case = Case(x.bfloat16(), dense, torch.randn(outputs, generator=generator), torch.float32, 2)
+    assert_rows_are_independent(isa, lambda _, bias: gemm.pack_blocks(made, bias), case)
+    with kernels_of(isa, 2):
+        packed = gemm.pack_blocks(made, case.bias)
+        found = case.run(packed)
+        assert torch.equal(gemm.unpack(replace(packed, bias=None)), dense)
+    panels = -(-outputs // packed.panel)
+    assert 0 <= packed.nbytes - panels * packed.panel * held_size(kind, inputs) < 64 * panels, "they are aligned"
+    assert held_size(kind, inputs) <= 1.06 * made.values.shape[1]
+    size = integers.shape[-1]
+    steps, units = _quantised_rows(case.x.reshape(-1, size))
+    added = (
+        None if minima is None else ((dense.view(integers.shape) - minima[..., None]).abs() + minima[..., None].abs())
+    )
+    rows = (steps * units.double()[:, None]).view(len(x), -1)
+    chain = scales.shape[1] * (1 if minima is None else 2) + 4
+    _assert_sums(found, case, rows, dense.double(), chain, None if added is None else added.flatten(1).double())
+
+
+@each_isa
+def test_matrices_of_several_kinds_as_one(isa: str) -> None:
+    """Each part's outputs are those of its own product, to the bit; biases are of all."""
+    generator = torch.Generator().manual_seed(4)
+    x, bias = torch.randn(21, 256, generator=generator), torch.randn(177, generator=generator)
+    with kernels_of(isa, 2):
+        parts = [
+            gemm.pack_blocks(random_blocks("q4_k", 64, 256)),
+            gemm.pack_blocks(random_blocks("q6_k", 33, 256)),
+            gemm.pack_int8(torch.randn(80, 256, generator=generator)),
+        ]
+        joined = gemm.join(parts, bias)
+        apart = torch.cat([matmul(part, x) for part in parts], 1)
+        assert torch.equal(matmul(joined, x), apart + bias)
+        assert torch.equal(matmul(joined, x[3:4]), apart[3:4] + bias)
+        ids = torch.tensor([[176, 0], [64, 96]])
+        assert torch.equal(gemm.look_up(joined, ids), gemm.unpack(replace(joined, bias=None))[ids])
+    assert joined.nbytes == sum(part.nbytes for part in parts)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4", *get_args(BlockKind)]
+)
+def test_rows_are_looked_up(isa: str, dtype: torch.dtype, kind: str) -> None:
+    """The numbers that torch makes of the same weight, to the bit."""
+    inputs = 256 if kind in get_args(BlockKind) else 101
+    weight = torch.randn(77, inputs, generator=torch.Generator().manual_seed(5))
+    with kernels_of(isa, 2):
+        match kind:
+            case "float32" | "bfloat16":
+                packed = gemm.pack(weight.to(getattr(torch, kind)))
+                wanted = weight.to(getattr(torch, kind)).float()
+            case "int8_fast":
+                packed = gemm.pack_int8_fast(made := gemm.quantise_int8_fast(weight))
+                wanted = made.dense()
+            case "int8" | "int8_rotated" | "int4":
+                quantise, pack = FEW_BITS[kind]
+                packed = pack(made := quantise(weight))
+                wanted = made.dense()
+            case _:
+                packed = gemm.pack_blocks(blocks := random_blocks(kind, 77, inputs))
+                wanted = numbers(blocks)
+        ids = torch.tensor([[0, 76, 31], [32, 5, 5]], dtype=torch.int32)
+        assert torch.equal(gemm.look_up(packed, ids, dtype), wanted[ids].to(dtype))
+        with pytest.raises(ValueError, match="rows from 0 to 76 can be looked up, not 0 to 77"):
+            gemm.look_up(packed, torch.tensor([0, 77]))
 
 
 PACKERS = {

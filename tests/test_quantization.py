@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.blocks import random_blocks
 from support.checkpoints import Checkpoint, make_checkpoint, random_prompt
 from support.driving import Job, finish, make_engine, preempt_all, run, run_alone
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
@@ -29,6 +30,7 @@ from torch import Tensor
 from engine import ConfigError, Engine, EngineConfig, PoolingParams, SamplingParams, inspect_model
 from engine.backends import native
 from engine.backends.native import gemm
+from engine.backends.native.gemm import BlockKind
 from engine.errors import ModelLoadError
 from engine.execution import loading
 from engine.execution.loading import find_quantization
@@ -273,6 +275,26 @@ def test_torch_computes_what_kernels_do(dtype: torch.dtype, inputs: int) -> None
             scale = float((x.float().abs() @ weight.abs().T).max())
             epsilon = max(torch.finfo(dtype).eps, 1e-6)
             assert float((ours.float() - theirs.float()).abs().max()) <= epsilon * scale
+
+
+@needs_native
+@pytest.mark.parametrize("kind", get_args(BlockKind))
+def test_torch_computes_with_blocks_what_kernels_do(kind: BlockKind) -> None:
+    """But for the rounding of sums of groups; rows that are looked up are the same."""
+    made = random_blocks(kind, 45, 512)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(6))
+    joined = gemm.Joined((made, quantisation.quantise(torch.randn(19, 512), "int4")))
+    whole = quantisation.Parts((kind, "int4"), (45, 19))
+    bias = torch.randn(64)
+    ours, packed = quantisation.product(joined, bias, whole)
+    theirs = quantisation.torch_product(joined, bias)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    assert ours(x.half()).dtype == theirs(x.half()).dtype == torch.float16
+    assert packed is not None
+    ids = torch.tensor([[3, 44], [0, 3]])
+    kept = gemm.pack_blocks(made)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(quantisation.look_up(kept, ids, dtype), quantisation.look_up(made, ids, dtype))
 
 
 @needs_native

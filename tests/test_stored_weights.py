@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import packing, reference
+from support.blocks import numbers
 from support.checkpoints import random_prompt
 from support.driving import Job, logprobs, make_engine, run
 from support.families import FAMILY_SHAPES
 from support.family_shape import build_reference
+from support.native import needs_native
 from support.packing import Packing
 from support.pages import load
 from support.reference import MIN_MARGIN
@@ -28,6 +30,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from cli.main import main
 from engine import SamplingParams
+from engine.backends.native import gemm
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution.starting import resolve
@@ -209,6 +212,34 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     engine.close()
     error = float((found - exact).abs().median() / exact.std())
     assert 0 < error < 0.05
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("said", "pack"),
+    [(AWQ | {"group_size": 128}, packing.awq(128)), (GPTQ4 | {"group_size": 128}, packing.gptq(4, 128))],
+)
+def test_groups_of_128_keep_their_own_bits(said: dict[str, Any], pack: Packing, tmp_path: Path) -> None:
+    """The numbers, and the bits of products, are those of 4 bits with scales for each 32 inputs."""
+    checkpoint(tmp_path, said, pack, hidden_size=128, intermediate_size=128, head_dim=32)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    with Checkpoint(tmp_path, stored_scheme(read_config(tmp_path))) as stored:
+        for name in filter(stored.few_bits, stored.names):
+            blocks, fours = stored.quantised(name, own=True), stored.quantised(name)
+            assert isinstance(blocks, gemm.Blocks)
+            assert isinstance(fours, gemm.Quantised)
+            assert torch.equal(numbers(blocks), fours.dense())
+            assert blocks.values.nbytes * 8 == 4.25 * fours.dense().numel()
+            products = [gemm.matmul(packed, x) for packed in (gemm.pack_blocks(blocks), gemm.pack_int4(fours))]
+            assert torch.equal(*products)
+    engine = make_engine(tmp_path, quantization="stored")
+    assert {kind for _, kind in engine.runner.model.matrices("stored")} == {"int4_128", None}
+    found = logprobs(engine, random_prompt(SHAPE.vocab, 1, 40))
+    engine.close()
+    engine = make_engine(tmp_path)
+    exact = logprobs(engine, random_prompt(SHAPE.vocab, 1, 40))
+    engine.close()
+    assert 0 < float((found - exact).abs().median() / exact.std()) < 0.05
 
 
 def test_what_is_stored_plainly_stays_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from engine.execution.memory import device_memory, gib, is_out_of_memory
 from engine.host.cgroups import available_memory
 from engine.model.families import context_length
 from engine.model.positions import Rotary
-from engine.model.quantisation import ON_GPUS, Wanted, size_of
+from engine.model.quantisation import ON_GPUS, Held, Wanted, size_of
 from engine.model.spec import ModelSpec
 from engine.model.stored.scheme import Scheme
 from engine.model.weight_files import Checkpoint
@@ -47,7 +47,7 @@ def check_weights_fit(
     memory = device_memory(device)
     with Checkpoint(path, scheme) as checkpoint:
         size = sum(
-            checkpoint.shape(name).numel() * _share(quantization, checkpoint, name, dtype) >> 20
+            checkpoint.shape(name).numel() * _share(quantization, checkpoint, name, dtype, device) >> 20
             for name in checkpoint.names
         )
     if memory is not None:
@@ -71,11 +71,16 @@ def check_weights_fit(
         )
 
 
-def _share(quantization: Wanted | None, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> int:
+def _share(
+    quantization: Wanted | None, checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device
+) -> int:
     """Bytes of 2^20 numbers of a tensor; embeddings take more than what matrices become: this is the least."""
-    kind = quantization
-    if kind == "stored":
-        kind = (checkpoint.kind(name) or "int8") if checkpoint.few_bits(name) else None
+    kind: Held | None
+    if quantization == "stored":
+        stored = checkpoint.own_kind(name) if device.type == "cpu" else checkpoint.kind(name)
+        kind = (stored or "int8") if checkpoint.few_bits(name) else None
+    else:
+        kind = quantization
     return dtype.itemsize << 20 if kind is None else size_of(1, 1 << 20, kind)
 
 

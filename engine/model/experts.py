@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends import triton as gpu
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import Quantised, Weight
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
 from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
-from engine.model.quantisation import Quantization, device_product, on_device
+from engine.model.quantisation import Held, device_product, on_device
 
 
 class ExpertMatrices(nn.Module):
@@ -37,11 +37,9 @@ class ExpertMatrices(nn.Module):
         self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
         self.few_bits: Quantised | None = None
-        self.stored: Quantization | None = None  # as that of `Linear`
+        self.stored: Held | None = None  # as that of `Linear`
 
-    def pack(
-        self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
-    ) -> None:
+    def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight] | None = None) -> None:
         """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU where they have few bits; the
         plain ones are given up, or are on the model's device from then on.
 

@@ -18,7 +18,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata
 from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import Quantised, Weight
 from engine.model import kernels, spec
 from engine.model.activations import activate
 from engine.model.bias import BucketTable
@@ -27,7 +27,7 @@ from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
 from engine.model.positions import RelativeBuckets
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class Linear(nn.Module):
         self.weight = place.matrix(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
-        self.stored: Quantization | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
+        self.stored: Held | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
 
     def pack(
         self,
-        quantization: Quantization | None = None,
-        quantised: Callable[[int], Quantised] | None = None,
+        quantization: Held | None = None,
+        quantised: Callable[[int], Weight] | None = None,
         amx: bool = False,
     ) -> None:
         """Lay the filled weight out as matrix kernels read it, once instead of at every product: those of a CPU, or of

@@ -12,7 +12,7 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.model import quantisation
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class PackedProduct:
 
 
 def pack_product(
-    weight: Tensor | gemm.Quantised,
+    weight: Tensor | gemm.Weight,
     bias: Tensor | None = None,
-    quantization: Quantization | None = None,
+    quantization: Held | None = None,
     amx: bool = False,
     device: torch.device | None = None,
 ) -> PackedProduct | None:
@@ -57,7 +57,7 @@ def pack_product(
             return None
         made = quantisation.on_device(weight, quantization, device)
         return PackedProduct(quantisation.device_product(made, bias), invariant=False, few_bits=made)
-    if quantization is not None and (isinstance(weight, gemm.Quantised) or weight.device.type == "cpu"):
+    if quantization is not None and (not isinstance(weight, Tensor) or weight.device.type == "cpu"):
         compute, packed = quantisation.product(weight, bias, quantization)
         return PackedProduct(compute, invariant=True, native=packed)
     assert isinstance(weight, Tensor)

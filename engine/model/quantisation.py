@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,14 +23,27 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native import gemm
-from engine.backends.native.gemm import GROUP, Form, Quantised
+from engine.backends.native.gemm import GROUP, BlockKind, Blocks, Form, Joined, Quantised
 from engine.errors import ConfigError
+from engine.model.gguf.blocks import Grouped, groups_of, held_size, numbers_of
 
 logger = logging.getLogger("octavo.model")
 
 Quantization = Literal["int8", "int8-fast", "int4"]
 Wanted = Quantization | Literal["stored"]
 """What matrices become; "stored": what is nearest to how the checkpoint stores each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Kinds of matrices that are multiplied as one, and how many outputs each has."""
+
+    kinds: tuple[Quantization | BlockKind, ...]
+    lengths: tuple[int, ...]
+
+
+Held = Quantization | BlockKind | Parts
+"""What a matrix is held as: a kind of our own, GGUF's blocks as they are, or parts of several kinds."""
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
@@ -46,13 +60,17 @@ _PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] 
 }
 
 
-def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
+def size_of(outputs: int, inputs: int, kind: Held) -> int:
     """Bytes of a weight [outputs, inputs]; of int8 in plain groups. Rotated ones take about as much."""
+    if isinstance(kind, Parts):
+        return sum(size_of(length, inputs, part) for part, length in zip(kind.kinds, kind.lengths, strict=True))
     if kind == "int8-fast":
         return outputs * (inputs + 4)
     if kind == "int8":
         return outputs * (inputs + 2 * -(-inputs // GROUP))
-    return outputs * -(-inputs // GROUP) * (GROUP // 2 + 4)
+    if kind == "int4":
+        return outputs * -(-inputs // GROUP) * (GROUP // 2 + 4)
+    return held_size(kind, outputs * inputs)
 
 
 def warn_if_slow(device: torch.device) -> None:
@@ -93,7 +111,7 @@ def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quanti
 
 
 def product(
-    weight: Tensor | Quantised, bias: Tensor | None, kind: Quantization
+    weight: Tensor | gemm.Weight, bias: Tensor | None, kind: Held
 ) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
     """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight as our own kernels
     read it, if those compute that.
@@ -101,22 +119,36 @@ def product(
     Args:
         weight: quantised here if it is plain; it is not needed any more.
     """
-    made = weight if isinstance(weight, Quantised) else quantise(weight, kind, form_on(weight.device, kind))
+    if isinstance(weight, Tensor):
+        assert kind in _PACKERS, "nothing plain becomes blocks of a file"
+        weight = quantise(weight, kind, form_on(weight.device, kind))
     if not native.available():
-        return torch_product(made, bias), None
-    packed = _PACKERS[kind](made, bias)
+        return torch_product(weight, bias), None
+    packed = _pack(weight, bias, kind)
     return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
 
 
-def on_device(weight: Tensor | Quantised, kind: Quantization, device: torch.device) -> Quantised:
+def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held) -> gemm.Packed:
+    match weight, kind:
+        case Joined(parts), Parts(kinds):
+            return gemm.join([_pack(part, None, its) for part, its in zip(parts, kinds, strict=True)], bias)
+        case Blocks(), _:
+            return gemm.pack_blocks(weight, bias)
+        case Quantised(), "int8" | "int8-fast" | "int4":
+            return _PACKERS[kind](weight, bias)
+    raise TypeError(f"{type(weight).__name__} is not {kind}")
+
+
+def on_device(weight: Tensor | gemm.Weight, kind: Held, device: torch.device) -> Quantised:
     """A weight in few bits on a device that is no CPU's; quantised on the CPU if it is plain.
 
     Raises:
         ConfigError: no device but a CPU multiplies with this kind.
     """
-    if kind not in ON_GPUS:
+    if kind not in ("int8", "int4"):
         raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
-    made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
+    made = quantise(weight, kind) if isinstance(weight, Tensor) else weight
+    assert isinstance(made, Quantised)
     assert not made.rotated, "activations keep their format there, and are not rotated"
     return Quantised(made.values.to(device), made.scales.to(device), made.inputs)
 
@@ -258,18 +290,50 @@ def _steps(x: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> tuple[T
     return steps, torch.where(finite & ~scales.isnan(), torch.where(some, scales, 0), torch.nan)
 
 
-def torch_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def torch_product(made: gemm.Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product with a quantised weight by torch: the integers are widened each time, which is slow."""
-    compute = _sums_of_rows if made.scales.dim() == 1 else _sums_of_groups
     added = None if bias is None else bias.detach().float()
+    if isinstance(made, Joined):
+        parts = [torch_product(part, None) for part in made.parts]
+
+        def joined(x: Tensor) -> Tensor:
+            sums = torch.cat([part(x.float()) for part in parts], -1)
+            return (sums if added is None else sums + added).to(x.dtype)
+
+        return joined
+    if isinstance(made, Blocks):
+        made = made.changed(Tensor.clone)  # which were a file's pages
+    inputs, outputs = made.inputs, len(made.values)
 
     def product(x: Tensor) -> Tensor:
-        sums = compute(made, x.reshape(-1, made.inputs))
+        rows = x.reshape(-1, inputs)
+        if isinstance(made, Quantised) and made.scales.dim() == 1:
+            sums = _sums_of_rows(made, rows)
+        else:
+            sums = _sums_of_groups(made, rows)
         if added is not None:
             sums += added
-        return sums.to(x.dtype).view(*x.shape[:-1], len(made.values))
+        return sums.to(x.dtype).view(*x.shape[:-1], outputs)
 
     return product
+
+
+def look_up(weight: gemm.Weight | gemm.Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a weight of any kind, [*ids.shape, inputs], as an embedding reads them: the numbers that it is multiplied
+    as, rounded to a format.
+
+    Args:
+        weight: as a product has it on any device, or as our own kernels read it.
+        ids: of outputs, on the weight's device.
+    """
+    if isinstance(weight, gemm.Packed):
+        kept = torch.float32 if dtype == torch.float16 else dtype
+        return gemm.look_up(weight, ids, kept).to(dtype)
+    if isinstance(weight, Joined):
+        raise TypeError("a matrix of several kinds is no table")
+    rows = weight.changed(lambda tensor: tensor[ids.flatten()])
+    dense = rows.dense() if isinstance(rows, Quantised) else numbers_of(groups_of(rows)).flatten(1)
+    return dense.to(dtype).view(*ids.shape, weight.inputs)
 
 
 def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
@@ -281,18 +345,24 @@ def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
     return total.float() * (made.scales * scales[:, None])
 
 
-def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
-    rows, outputs, groups = len(x), len(made.values), -(-made.inputs // GROUP)
-    taken = F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP)
-    steps, scales = _steps(gemm.rotate(taken.float() / GROUP) if made.rotated else taken)
-    steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
-    total, integers = torch.zeros(rows, outputs), made.integers()
-    factors = made.scales[:, 4:].float() if made.rotated else made.scales.float()
+def _sums_of_groups(made: Quantised | Blocks, x: Tensor) -> Tensor:
+    integers, factors, minima = groups_of(made) if isinstance(made, Blocks) else _groups_of(made)
+    rows, (outputs, groups, size) = len(x), integers.shape
+    rotated = isinstance(made, Quantised) and made.rotated
+    taken = F.pad(x, (0, -made.inputs % size)).reshape(-1, size)
+    steps, scales = _steps(gemm.rotate(taken.float() / GROUP) if rotated else taken)
+    steps, scales = steps.view(rows, groups, size), scales.view(rows, groups, 1)
+    total = torch.zeros(rows, outputs)
     for group in range(groups):  # in order, as the kernels add them
-        sums = steps[:, group] @ integers[:, group].float().T * scales[:, group]
-        if made.has_minima:
-            total += sums * factors[:, group, 0]
-            total += steps[:, group].sum(1, keepdim=True) * scales[:, group] * factors[:, group, 1]
-        else:
-            total += sums * factors[:, group]
-    return total * made.counted().T if made.rotated else total
+        total += steps[:, group] @ integers[:, group].float().T * scales[:, group] * factors[:, group]
+        if minima is not None:
+            total += steps[:, group].sum(1, keepdim=True) * scales[:, group] * minima[:, group]
+    return total * made.counted().T if isinstance(made, Quantised) and made.rotated else total
+
+
+def _groups_of(made: Quantised) -> Grouped:
+    """Those of rotated groups have scales in steps of `Quantised.counted`."""
+    if made.has_minima:
+        lines = made.scales.float()
+        return made.integers(), lines[..., 0], lines[..., 1]
+    return made.integers(), (made.scales[:, 4:] if made.rotated else made.scales).float(), None

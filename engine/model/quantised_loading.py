@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
 import torch
+from torch import Tensor
 
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import BlockKind, Blocks, Joined, Quantised, Weight
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.quantisation import ON_GPUS, Wanted, form_on, quantise
+from engine.model.packing import on_gpu
+from engine.model.quantisation import ON_GPUS, Held, Parts, Quantization, Wanted, form_on, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
-from engine.model.table import Destination, Same, WeightTable, keeps_rows
+from engine.model.table import Destination, Same, Transform, WeightTable, keeps_rows
+from engine.model.table import Joined as JoinedRows
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
 
@@ -59,15 +62,17 @@ class MatrixLoading:
         self._modules = dict(model.matrices(quantization))
         self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
         self._stored: dict[str, Linear | ExpertMatrices] = {}
-        self._assembled: dict[Linear | ExpertMatrices, Quantised] = {}
+        self._assembled: dict[Linear | ExpertMatrices, Quantised | Blocks] = {}
+        self._parts: dict[Linear | ExpertMatrices, dict[int, Quantised | Blocks]] = defaultdict(dict)
         for module, kind in self._modules.items():
             filling = sources[module.weight.data_ptr()]
             stored = {checkpoint.kind(name) for name, _ in filling}
             alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _is_shared(module)
             kept = all(keeps_rows(destination.transform) for _, destination in filling)
-            if kind is not None and stored == {kind} and alone and kept:
+            if _is_own(kind) or (kind is not None and stored == {kind} and alone and kept):
                 self._stored |= {name: module for name, _ in filling}
             elif kind is not None:
+                assert kind in ("int8", "int8-fast", "int4")
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
@@ -133,9 +138,17 @@ class MatrixLoading:
         """This tensor of the checkpoint is to be `take`n, instead of filled into its parameter."""
         return name in self._stored
 
-    def take(self, name: str, stored: Quantised, destination: Destination) -> None:
+    def keeps_own(self, name: str) -> bool:
+        """This tensor, which is to be `take`n, is wanted as it is stored, and not as what it is of ours."""
+        return _is_own(self._modules[self._stored[name]])
+
+    def take(self, name: str, stored: Quantised | Blocks, destination: Destination) -> None:
         """Put a matrix that a checkpoint stores as it is needed where a plain one would go."""
         module = self._stored[name]
+        if isinstance(self._modules[module], Parts):
+            assert isinstance(destination.transform, JoinedRows)
+            self._parts[module][destination.place] = _arranged(stored, destination.transform.of(destination.place))
+            return
         if isinstance(module, Linear) and destination.transform == Same():
             self._assembled[module] = stored
             return
@@ -143,7 +156,7 @@ class MatrixLoading:
             self._assembled[module] = _room_for(module, stored)
         whole, place = self._assembled[module], destination.place
         lead = whole.values.shape[: destination.parameter.dim() - 1]
-        for to, part in ((whole.values, stored.values), (whole.scales, stored.scales)):
+        for to, part in zip(whole.tensors(), stored.tensors(), strict=True):
             destination.transform.fill(to.view(*lead, -1), place, part.reshape(len(part), -1))
 
     def filled(self, pointer: int) -> None:
@@ -170,14 +183,18 @@ class MatrixLoading:
         if kind is not None:  # what is plain is packed with all of the model
             module.pack(kind, partial(self._quantised, module))
             self._assembled.pop(module, None)
+            self._parts.pop(module, None)
             if self._entry is not None and module in self._matrices:
                 size = self._sizes.get(self._matrices[module].tensors[0], 0)
                 self._advance(size - size // 2)
 
-    def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Quantised:
+    def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Weight:
+        if (parts := self._parts.get(module)) is not None:
+            return Joined(tuple(parts[place] for place in sorted(parts)))
         if (stored := self._assembled.get(module)) is not None:
-            several = isinstance(module, ExpertMatrices)
-            return Quantised(stored.values[index], stored.scales[index], stored.inputs) if several else stored
+            if isinstance(module, Linear):
+                return stored
+            return stored.changed(lambda tensor: tensor[index])
         matrix = self._matrices[module]
         if self._entry is not None:
             return self._entry.take(matrix, index)
@@ -210,7 +227,7 @@ class MatrixLoading:
 
 def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
     """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
-    it has other few bits, none if it is plain.
+    it has other few bits, none if it is plain. The log names formats that become larger.
 
     Args:
         checkpoint: under the table's names.
@@ -219,28 +236,69 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, 
     entries = {entry.target: entry for entry in table.chosen(checkpoint.names)}
     uses = Counter(name for entry in entries.values() for name in entry.sources)
     filled = {id(parameter): entries.get(target) for target, parameter in model.named_parameters()}
+    wider: Counter[str] = Counter()
     for module, _ in model.matrices(None):
         entry = filled[id(module.weight)]
         names = [] if entry is None else [name for name in entry.sources if name in checkpoint.names]
         module.stored = None
         if entry is None or not names or not all(map(checkpoint.few_bits, names)):
             continue
-        kinds = {checkpoint.kind(name) for name in names}
         alone = keeps_rows(entry.transform) and not _is_shared(module) and all(uses[name] == 1 for name in names)
-        module.stored = (kinds.pop() if alone and len(kinds) == 1 else None) or "int8"
-        if device.type != "cpu" and module.stored not in ON_GPUS:
+        module.stored = _held_as(module, [checkpoint.kind(name) for name in names]) if alone else "int8"
+        if not on_gpu(device):
+            own = [checkpoint.own_kind(name) for name in names]
+            lengths = entry.transform.lengths if isinstance(entry.transform, JoinedRows) else None
+            module.stored = _held_as(module, own, lengths) if alone else "int8"
+            if module.stored == "int8":
+                wider.update(str(kind) for kind in own if kind not in (None, "int8"))
+        elif module.stored not in ON_GPUS:
             module.stored = "int8"
+    if wider:
+        counts = ", ".join(f"{count} of {kind.upper()}" for kind, count in wider.items())
+        logger.info("Tensors that share a matrix with others, or a matrix with an embedding, become int8: %s.", counts)
+
+
+def _held_as(
+    module: Linear | ExpertMatrices,
+    kinds: Sequence[Quantization | BlockKind | None],
+    lengths: tuple[int, ...] | None = None,
+) -> Held:
+    """What a matrix is held as that is stored as these; int8 where it cannot be held as that.
+
+    Args:
+        lengths: outputs of each, where they come one after the other.
+    """
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds):
+        return "int8"
+    if len(set(known)) == 1:
+        return known[0]
+    return "int8" if lengths is None or isinstance(module, ExpertMatrices) else Parts(tuple(known), lengths)
+
+
+def _is_own(kind: Held | None) -> bool:
+    return isinstance(kind, Parts) or kind in get_args(BlockKind)
 
 
 def _is_shared(module: Linear | ExpertMatrices) -> bool:
     return isinstance(module, Linear) and module.shared
 
 
-def _room_for(module: Linear | ExpertMatrices, part: Quantised) -> Quantised:
+def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks) -> Quantised | Blocks:
     """A module's matrix, or those of its experts, to be filled; `part` is some of its rows."""
     lead = (*module.weight.shape[:-2], module.outputs)
-    values, scales = (tensor.new_empty(*lead, *tensor.shape[1:]) for tensor in (part.values, part.scales))
-    return Quantised(values, scales, part.inputs)
+    return part.changed(lambda tensor: tensor.new_empty(*lead, *tensor.shape[1:]))
+
+
+def _arranged(part: Quantised | Blocks, transform: Transform) -> Quantised | Blocks:
+    """The rows in their order."""
+
+    def arrange(tensor: Tensor) -> Tensor:
+        filled = torch.empty_like(tensor)
+        transform.fill(filled.view(len(tensor), -1), 0, tensor.reshape(len(tensor), -1))
+        return filled
+
+    return part if transform == Same() else part.changed(arrange)
 
 
 def _described(name: str, checkpoint: Checkpoint, destination: Destination) -> str:

@@ -160,12 +160,13 @@ class Joined:
 
     def shapes(self, target: Size) -> list[Size]:
         parts = [Size((length, *target[1:])) for length in self.lengths]
-        return [self._of(place).shapes(part)[0] for place, part in enumerate(parts)]
+        return [self.of(place).shapes(part)[0] for place, part in enumerate(parts)]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        self._of(place).fill(torch.split(target, list(self.lengths))[place], 0, source)
+        self.of(place).fill(torch.split(target, list(self.lengths))[place], 0, source)
 
-    def _of(self, place: int) -> Transform:
+    def of(self, place: int) -> Transform:
+        """How a source lies in its part."""
         return self.inner[place] if self.inner else Same()
 
 

@@ -26,7 +26,7 @@ from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedFo
 from engine.model.missing import unsupported
 from engine.model.packing import on_gpu
 from engine.model.place import Place
-from engine.model.quantisation import Quantization, Wanted
+from engine.model.quantisation import Held, Wanted
 from engine.model.stack import TransformerStack
 
 
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
                 size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
         return size
 
-    def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
+    def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Held | None]]:
         """All matrices, and what each becomes. The few numbers that choose an expert, open a
         network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
         least 8 bits."""
@@ -162,6 +162,7 @@ class Transformer(nn.Module):
         careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):
+                kind: Held | None
                 if quantization == "stored":
                     kind = module.stored
                 else:

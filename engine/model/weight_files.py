@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.folder import LINK
 from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.quantisation import Quantization
+from engine.model.stored.bits import as_blocks
 from engine.model.stored.scheme import Packed, Scheme
 from engine.model.table import WeightTable
 
@@ -170,6 +171,14 @@ class Checkpoint:
         handle = self._handles[place[0]]
         return handle.kind(place[1]) if isinstance(handle, GgufWeights) else None
 
+    def own_kind(self, name: str) -> Quantization | BlockKind | None:
+        """What a matrix of few bits is in the bits that it is stored in; what it is of ours where that is not known."""
+        place = self.names[name]
+        handle = self._handles[place[0]]
+        if place in self._packed:
+            return self._packed[place][0].own or self.kind(name)
+        return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
+
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is stored in few bits, of whatever kind."""
         place = self.names[name]
@@ -185,15 +194,16 @@ class Checkpoint:
         """Whether any tensor is stored in few bits."""
         return any(map(self.few_bits, self.names))
 
-    def quantised(self, name: str) -> Quantised:
-        """A matrix that has a `kind`, as that."""
+    def quantised(self, name: str, own: bool = False) -> Quantised | Blocks:
+        """A matrix that has a `kind`, or an `own_kind`, as that."""
         place = self.names[name]
         if place not in self._packed:
             with _readable(place[0]):
-                return self._handles[place[0]].quantised(place[1])  # type: ignore[no-any-return]
+                return self._handles[place[0]].quantised(place[1], own)  # type: ignore[no-any-return]
         packed, parts = self._packed[place]
         assert packed.quantised is not None
-        return packed.quantised(*self._read_parts(parts))
+        made = packed.quantised(*self._read_parts(parts))
+        return made if packed.own is None or not own else as_blocks(made)
 
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor."""

@@ -260,7 +260,7 @@ def _fill(
         bar.update(left[0].shape.numel() * left[0].parameter.element_size())
         if matrices is not None and matrices.stores(name):
             destination = left.pop()
-            matrices.take(name, checkpoint.quantised(name), destination)
+            matrices.take(name, checkpoint.quantised(name, matrices.keeps_own(name)), destination)
             pointer = destination.parameter.data_ptr()
             del destination
             matrices.filled(pointer)

@@ -1,17 +1,19 @@
 """Products with weights that were laid out once, of any number of rows: y = x @ weight.T + bias on a CPU.
 
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
-for each, or int8 with a scale for each output ("int8_fast"). Sums are float32; for int8 and 4 bits the activations are
-quantised too, with as many scales as the weights have, and sums are integers first. Where groups of int8 weights are
-`rotate`d, those of activations are, too. A row of y is the same to the bit whatever other rows there are, and however
-many threads.
+for each, int8 with a scale for each output ("int8_fast"), or the blocks of a GGUF file in their own bits. Sums are
+float32; for few bits the activations are quantised too, with a scale for each group, and sums are integers first.
+Where groups of int8 weights are `rotate`d, those of activations are, too. A row of y is the same to the bit whatever
+other rows there are, and however many threads.
 
 Intel's matrix tiles multiply plain weights where a caller asks for it, and many rows by int8 and 4 bits where they are
 faster than vectors here, which is measured once and changes no bit.
 
     packed = pack(weight, bias)                        # float32, bfloat16, by vectors or by Intel's matrix tiles
     packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
+    packed = pack_blocks(blocks, bias)                 # of a GGUF file
     y = matmul(packed, x)
+    vectors = look_up(packed, ids)                     # rows of the weight, as an embedding reads them
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -34,9 +37,15 @@ from engine.backends.native.memory import Arena
 
 logger = logging.getLogger("octavo.native")
 
+BlockKind = Literal[
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128"
+]  # fmt: skip
+"""GGUF's formats whose blocks are multiplied in their own bits, where Q4_1 and Q8_0 have the bits of int4 and int8; and
+int4 with a scale and a minimum for each 128 inputs, as AWQ and GPTQ have them."""
 Kind = Literal[
     "float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4",
     "amx_float32", "amx_bfloat16", "amx_int8", "amx_int8_rotated", "amx_int4",
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "parts",
 ]  # fmt: skip
 Form = Literal["plain", "portable", "rotated"]
 """How weights are quantised: in groups as they lie; so, and with scales that have the bits of bfloat16, in which other
@@ -48,7 +57,9 @@ GROUP = 32
 _FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _PRODUCTS = {kind: Kernel(f"gemm_{kind}", "ppppp i ii ii iii") for kind in get_args(Kind)}
-_LAYOUTS = {kind: Kernel(f"gemm_layout_{kind}", "iip") for kind in get_args(Kind)}
+_LAYOUTS = {kind: Kernel(f"gemm_layout_{kind}", "iip") for kind in get_args(Kind) if kind != "parts"}
+_LOOK_UPS = {kind: Kernel(f"gemm_rows_{kind}", "ppp i ii") for kind in _LAYOUTS if not kind.startswith("amx_")}
+_PACK_BLOCKS: dict[BlockKind, Kernel] = {kind: Kernel(f"gemm_pack_{kind}", "ppii") for kind in get_args(BlockKind)}
 _ASK_FOR_AMX = Kernel("gemm_ask_for_amx", "p")
 _PACK: dict[torch.dtype, Kernel] = {
     torch.float32: Kernel("gemm_pack_float32", "pipii"),
@@ -91,6 +102,14 @@ class Quantised:
     inputs: int
     rotated: bool = False
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What this consists of; rows of each are rows of the weight."""
+        return self.values, self.scales
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        """With what `change` makes of each tensor."""
+        return replace(self, values=change(self.values), scales=change(self.scales))
+
     def dense(self) -> Tensor:
         """The weight that this stands for, float32 [outputs, inputs]."""
         if self.scales.dim() == 1:
@@ -131,6 +150,40 @@ class Quantised:
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A weight [outputs, inputs] as a GGUF file has it (`engine.model.gguf.blocks` reads it); or int4_128, in blocks of
+    64 bytes as `Quantised` has them, a scale and a minimum.
+
+    Attributes:
+        values: uint8 [outputs, bytes of a row], blocks one after the other.
+        inputs: how long a row is.
+    """
+
+    kind: BlockKind
+    values: Tensor
+    inputs: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As those of `Quantised`."""
+        return (self.values,)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        """With what `change` makes of each tensor."""
+        return replace(self, values=change(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Several weights of the same inputs, whose outputs come one after the other."""
+
+    parts: tuple[Quantised | Blocks, ...]
+
+
+Weight = Quantised | Blocks | Joined
+"""A weight of few bits."""
+
+
 def rotate(groups: Tensor) -> Tensor:
     """Groups [..., GROUP] times Sylvester's Hadamard matrix; done twice, that is GROUP times the groups.
 
@@ -159,6 +212,7 @@ class Packed:
         bias: float32 [outputs], which is added before a result is rounded.
         tile_rows, tile_bytes: rows of activations that are laid out together, and the room they take.
         panel: outputs of a panel.
+        parts: of several matrices whose outputs lie one after the other, these; `data` says where they are.
     """
 
     kind: Kind
@@ -169,6 +223,12 @@ class Packed:
     tile_rows: int
     tile_bytes: int
     panel: int
+    parts: tuple[Packed, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight."""
+        return sum(part.nbytes for part in self.parts) or self.data.nbytes
 
 
 def has_amx() -> bool:
@@ -301,6 +361,64 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool 
     return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias)
 
 
+def pack_blocks(weight: Blocks, bias: Tensor | None = None) -> Packed:
+    """Lay the blocks of a GGUF file out in their own bits.
+
+    Raises:
+        ValueError: they are not whole rows, or the bias does not go with them.
+    """
+    values = weight.values
+    if values.dtype != torch.uint8 or values.dim() != 2 or not values.is_contiguous():
+        raise ValueError(f"blocks are rows of bytes, side by side, not {list(values.shape)} of {values.dtype}")
+    packed = _room(weight.kind, len(values), weight.inputs, bias)
+    _PACK_BLOCKS[weight.kind].call(values.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
+    return packed
+
+
+def join(parts: Sequence[Packed], bias: Tensor | None = None) -> Packed:
+    """Several matrices of the same inputs as one, each of its own kind; outputs of the first come first. What biases
+    they have themselves is not added."""
+    first = parts[0]
+    if any(part.inputs != first.inputs for part in parts):
+        raise ValueError(f"matrices of {[part.inputs for part in parts]} inputs cannot be joined")
+    kinds = get_args(Kind)
+    table = [number for part in parts for number in (kinds.index(part.kind), part.outputs, part.data.data_ptr())]
+    outputs = sum(part.outputs for part in parts)
+    return Packed(
+        "parts", torch.tensor([len(parts), *table]), _bias_of(bias, outputs), outputs, first.inputs,
+        min(part.tile_rows for part in parts), max(part.tile_bytes for part in parts), first.panel, tuple(parts),
+    )  # fmt: skip
+
+
+def look_up(packed: Packed, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of the weight, [*ids.shape, inputs]: the numbers that it is multiplied as, rounded to float32 or bfloat16.
+
+    Args:
+        ids: int64 or int32, of outputs.
+
+    Raises:
+        ValueError: there is no such output, or the format is another one.
+    """
+    ids = ids.long().contiguous()
+    if dtype not in _FORMATS or ids.device.type != "cpu":
+        raise ValueError(f"rows are float32 or bfloat16 on a CPU, not {dtype} on {ids.device}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < packed.outputs:
+        raise ValueError(
+            f"rows from 0 to {packed.outputs - 1} can be looked up, not {int(ids.min())} to {int(ids.max())}"
+        )
+    out = torch.empty(*ids.shape, packed.inputs, dtype=dtype)
+    first = 0
+    for part in packed.parts:
+        own = (ids >= first) & (ids < first + part.outputs)
+        out[own] = look_up(part, ids[own] - first, dtype)
+        first += part.outputs
+    if not packed.parts:
+        kernel = _LOOK_UPS[packed.kind.removeprefix("amx_")]
+        data, to = packed.data.data_ptr(), out.data_ptr()
+        kernel.call(data, ids.data_ptr(), to, _FORMATS[dtype], ids.numel(), packed.inputs)
+    return out
+
+
 def _goes_by_tiles(bits: Literal["int8", "int4"], wanted: bool | None) -> bool:
     if wanted is False or not has_amx():
         return False
@@ -411,14 +529,18 @@ def scratch(size: int) -> int:
 
 
 def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
-    if bias is not None:
-        if bias.shape != (outputs,) or bias.device.type != "cpu":
-            raise ValueError(f"a bias for {outputs} outputs cannot be {list(bias.shape)} on {bias.device}")
-        bias = bias.detach().float().contiguous()
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
-    return Packed(kind, _weights.take(size), bias, outputs, inputs, tile_rows, tile_bytes, panel)
+    return Packed(kind, _weights.take(size), _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+
+
+def _bias_of(bias: Tensor | None, outputs: int) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.shape != (outputs,) or bias.device.type != "cpu":
+        raise ValueError(f"a bias for {outputs} outputs cannot be {list(bias.shape)} on {bias.device}")
+    return bias.detach().float().contiguous()
 
 
 def _groups(inputs: int) -> int:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gemm import GROUP, BlockKind, Blocks, Quantised
 from engine.backends.native.gguf import take_q4_k, widen_q6_k
 from engine.errors import UnsupportedModelError
-from engine.model.quantisation import Quantization
 from engine.model.stored.bits import check_halves
 
-Decode = Callable[[Tensor], Tensor]
-"""Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
+Grouped = tuple[Tensor, Tensor, Tensor | None]
+"""Integers [..., groups, numbers], float32 scales [..., groups], and minima or None: a number is an integer times its
+group's scale, plus the minimum."""
+
+Decode = Callable[[Tensor], Grouped]
+"""Makes the groups of blocks, whose bytes are [blocks, size]."""
 
 Lines = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """Makes of bytes [blocks, size] integers as our own 4 bits have them, int32 [blocks, numbers / 32, 4], and the scales
@@ -39,6 +43,7 @@ class BlockFormat:
         numbers, size: of a block, how many numbers it has and the bytes that these take.
         plain: the format of torch that this is, if it is one.
         decode: None where it is none, or is not read.
+        halves: where in a block float16 numbers are.
         lines: where numbers are integers of 4 bits on a line for each 32 of them, makes these of bytes [blocks, size].
     """
 
@@ -47,12 +52,19 @@ class BlockFormat:
     size: int
     plain: torch.dtype | None = None
     decode: Decode | None = None
+    halves: tuple[int, ...] = ()
     lines: Lines | None = None
 
     @property
-    def kind(self) -> Quantization | None:
-        """What of our own the numbers are; None for nothing."""
+    def kind(self) -> Literal["int8", "int4"] | None:
+        """What of our own formats the numbers are, if need be with more bits; None for nothing."""
         return "int8" if self.name == "Q8_0" else None if self.lines is None else "int4"
+
+    @property
+    def own_kind(self) -> BlockKind | Literal["int8", "int4"] | None:
+        """What is multiplied in no more bits than these; None where nothing is."""
+        name = self.name.lower()
+        return cast(BlockKind, name) if name in get_args(BlockKind) else self.kind
 
 
 def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,16 +79,59 @@ def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.flo
         raise UnsupportedModelError(f"the format {format.name} is not read. Read are {', '.join(readable_formats())}.")
     blocks = data.view(-1, format.size)
     out = torch.empty(len(blocks), format.numbers, dtype=dtype)
-    decode = format.decode
-    if format.name == "Q6_K" and native.available():
-        if dtype == torch.float32:
-            widen_q6_k(blocks.contiguous(), out)
-            return out.view(-1)
-        decode = _q6_k_by_kernel
+    if format.name == "Q6_K" and native.available() and dtype == torch.float32:
+        widen_q6_k(blocks.contiguous(), out)
+        return out.view(-1)
     step = _CHUNK // format.numbers
     for start in range(0, len(blocks), step):
-        out[start : start + step] = decode(blocks[start : start + step])
+        part = blocks[start : start + step]
+        if format.name == "Q6_K" and native.available():
+            numbers = torch.empty(len(part), format.numbers)
+            widen_q6_k(part.contiguous(), numbers)
+        else:
+            numbers = numbers_of(format.decode(part)).flatten(1)
+        out[start : start + step] = numbers
     return out.view(-1)
+
+
+def numbers_of(grouped: Grouped) -> Tensor:
+    """Float32 numbers, in the shape of the integers."""
+    integers, scales, minima = grouped
+    numbers = integers.float().mul_(scales[..., None])
+    return numbers if minima is None else numbers.add_(minima[..., None])
+
+
+def as_blocks(data: Tensor, format: BlockFormat, rows: int) -> Blocks:
+    """A matrix of a format whose `own_kind` is a `BlockKind`, as it is.
+
+    Args:
+        data: bytes of its rows, which are not copied.
+
+    Raises:
+        ModelLoadError: a scale is no finite number.
+    """
+    blocks = data.view(-1, format.size)
+    for place in format.halves:
+        check_halves(blocks[:, place : place + 2].contiguous().view(torch.float16))
+    kind = cast(BlockKind, format.own_kind)
+    return Blocks(kind, data.view(rows, -1), len(blocks) // rows * format.numbers)
+
+
+def groups_of(weight: Blocks) -> Grouped:
+    """The groups of each row, integers [outputs, groups, numbers]."""
+    format = format_of(weight.kind)
+    assert format.decode is not None
+    rows = len(weight.values)
+    integers, scales, minima = format.decode(weight.values.view(-1, format.size))
+    size = integers.shape[-1]
+    return integers.view(rows, -1, size), scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
+
+
+def held_size(kind: BlockKind, numbers: int) -> int:
+    """Bytes of so many numbers as kernels read them: in K formats scales and minima of 6 bits are a byte each."""
+    format = format_of(kind)
+    more = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}.get(format.name, 0)
+    return numbers // format.numbers * (format.size + more)
 
 
 def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
@@ -133,55 +188,58 @@ def _q4_0_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(_halves_as_ours(blocks[:, None, 2:]), -1), scales, -8 * scales
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    q = _fields(blocks[:, 2:], 16, 4).view(-1, 32)
-    return (q.float() - 8).mul_(_half(blocks[:, :2]))
+def _q4_0(blocks: Tensor) -> Grouped:
+    q = _fields(blocks[:, 2:], 16, 4).view(-1, 1, 32)
+    return q.char() - 8, _half(blocks[:, :2]), None
 
 
 def _q4_1_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(_halves_as_ours(blocks[:, None, 4:]), -1), _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    q = _fields(blocks[:, 4:], 16, 4).view(-1, 32)
-    return q.float().mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+def _q4_1(blocks: Tensor) -> Grouped:
+    return _fields(blocks[:, 4:], 16, 4).view(-1, 1, 32), _half(blocks[:, :2]), _half(blocks[:, 2:4])
+
+
+def _int4_128(blocks: Tensor) -> Grouped:
+    """Activations have scales for 32 inputs, so that scales and minima are there four times."""
+    q = _fields(blocks[:, :64], 4, 4).view(-1, 4, 32)
+    return q, _half(blocks[:, 64:66]).expand(-1, 4), _half(blocks[:, 66:]).expand(-1, 4)
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
-    """16, or 0, for each bit [blocks, 32] of bytes [blocks, 4]."""
-    return (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1, 32) << 4
+    """16, or 0, for each bit [blocks, 1, 32] of bytes [blocks, 4]."""
+    return (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1, 1, 32) << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    q = _fields(blocks[:, 6:], 16, 4).view(-1, 32) | _fifth_bits(blocks[:, 2:6])
-    return (q.float() - 16).mul_(_half(blocks[:, :2]))
+def _q5_0(blocks: Tensor) -> Grouped:
+    q = _fields(blocks[:, 6:], 16, 4).view(-1, 1, 32) | _fifth_bits(blocks[:, 2:6])
+    return q.char() - 16, _half(blocks[:, :2]), None
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    q = _fields(blocks[:, 8:], 16, 4).view(-1, 32) | _fifth_bits(blocks[:, 4:8])
-    return q.float().mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+def _q5_1(blocks: Tensor) -> Grouped:
+    q = _fields(blocks[:, 8:], 16, 4).view(-1, 1, 32) | _fifth_bits(blocks[:, 4:8])
+    return q, _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks[:, :2]))
+def _q8_0(blocks: Tensor) -> Grouped:
+    return blocks[:, None, 2:].view(torch.int8), _half(blocks[:, :2]), None
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
+def _q2_k(blocks: Tensor) -> Grouped:
     """16 groups of 16, with a scale and a minimum of 4 bits each."""
     scales, scale, minimum = blocks[:, :16], _half(blocks[:, 80:82]), _half(blocks[:, 82:])
-    q = _fields(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
-    q.mul_((scale * (scales & 15).float())[..., None])
-    return q.sub_((minimum * (scales >> 4).float())[..., None]).view(-1, 256)
+    q = _fields(blocks[:, 16:80], 32, 2).view(-1, 16, 16)
+    return q, scale * (scales & 15).float(), -(minimum * (scales >> 4).float())
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _q3_k(blocks: Tensor) -> Grouped:
     """16 groups of 16, with a scale of 6 bits each. The third bit of a number says that 4 is not to be subtracted."""
     high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     sixths = _fields(packed[:, :8], 8, 4).view(-1, 16) | _fields(packed[:, 8:], 4, 2).view(-1, 16) << 4
     scales = _half(blocks[:, 108:]) * (sixths.float() - 32)
-    q = _fields(low, 32, 2).view(-1, 256).float()
-    q.sub_(4 - 4 * _fields(high, 32, 1).view(-1, 256).float())
-    return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
+    q = _fields(low, 32, 2).view(-1, 16, 16) | _fields(high, 32, 1).view(-1, 16, 16) << 2
+    return q.char() - 4, scales, None
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,93 +247,77 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=1)
     minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=1)
-    return _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
-
-
-def _with_minima(q: Tensor, blocks: Tensor) -> Tensor:
-    """Numbers of integers [blocks, 256] in 8 groups, by what the first 16 bytes of a block say."""
-    scales, minima = _scales_and_minima(blocks)
-    return q.float().view(-1, 8, 32).mul_(scales[..., None]).sub_(minima[..., None]).view(-1, 256)
+    return _half(blocks[:, :2]) * scales.float(), -(_half(blocks[:, 2:4]) * minima.float())
 
 
 def _q4_k_lines(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales, minima = _scales_and_minima(blocks)
-    return torch.stack(_halves_as_ours(blocks[:, 16:].view(-1, 4, 32)), 2).flatten(1, 2), scales, -minima
+    return torch.stack(_halves_as_ours(blocks[:, 16:].view(-1, 4, 32)), 2).flatten(1, 2), *_scales_and_minima(blocks)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _with_minima(_fields(blocks[:, 16:], 32, 4), blocks)
+def _q4_k(blocks: Tensor) -> Grouped:
+    return _fields(blocks[:, 16:], 32, 4).view(-1, 8, 32), *_scales_and_minima(blocks)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    high = _fields(blocks[:, 16:48], 32, 1).view(-1, 256) << 4
-    return _with_minima(_fields(blocks[:, 48:], 32, 4).view(-1, 256) | high, blocks)
+def _q5_k(blocks: Tensor) -> Grouped:
+    high = _fields(blocks[:, 16:48], 32, 1).view(-1, 8, 32) << 4
+    return _fields(blocks[:, 48:], 32, 4).view(-1, 8, 32) | high, *_scales_and_minima(blocks)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> Grouped:
     """16 groups of 16, with a scale of 8 bits each."""
-    low, high = _fields(blocks[:, :128], 64, 4).view(-1, 256), _fields(blocks[:, 128:192], 32, 2).view(-1, 256)
+    low, high = _fields(blocks[:, :128], 64, 4).view(-1, 16, 16), _fields(blocks[:, 128:192], 32, 2).view(-1, 16, 16)
     scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
-    q = (low | high << 4).float().sub_(32)
-    return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
+    return (low | high << 4).char() - 32, scales, None
 
 
-def _q6_k_by_kernel(blocks: Tensor) -> Tensor:
-    """The same."""
-    out = torch.empty(len(blocks), 256)
-    widen_q6_k(blocks.contiguous(), out)
-    return out
-
-
-_UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float32)
+_UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 """What the integers of IQ4 stand for."""
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _UNEVEN[_fields(blocks[:, 2:], 16, 4).view(-1, 32).int()].mul_(_half(blocks[:, :2]))
+def _iq4_nl(blocks: Tensor) -> Grouped:
+    return _UNEVEN[_fields(blocks[:, 2:], 16, 4).view(-1, 1, 32).int()], _half(blocks[:, :2]), None
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
+def _iq4_xs(blocks: Tensor) -> Grouped:
     """8 groups of 32, with a scale of 6 bits each."""
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).view(-1, 8)
     high = (blocks[:, 2:4, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).view(-1, 8)
     scales = _half(blocks[:, :2]) * ((low | high << 4).float() - 32)
-    q = _UNEVEN[_fields(blocks[:, 8:], 16, 4).view(-1, 256).int()]
-    return q.view(-1, 8, 32).mul_(scales[..., None]).view(-1, 256)
+    return _UNEVEN[_fields(blocks[:, 8:], 16, 4).view(-1, 8, 32).int()], scales, None
 
 
-_FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.float32)
+_FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
 """What the integers of MXFP4 stand for, doubled."""
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
+def _mxfp4(blocks: Tensor) -> Grouped:
     powers = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
-    return _FP4[_fields(blocks[:, 1:], 16, 4).view(-1, 32).int()].mul_(powers)
+    return _FP4[_fields(blocks[:, 1:], 16, 4).view(-1, 1, 32).int()], powers, None
 
 
 _FORMATS: dict[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, plain=torch.float32),
     1: BlockFormat("F16", 1, 2, plain=torch.float16),
-    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0, lines=_q4_0_lines),
-    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1, lines=_q4_1_lines),
-    6: BlockFormat("Q5_0", 32, 22, decode=_q5_0),
-    7: BlockFormat("Q5_1", 32, 24, decode=_q5_1),
-    8: BlockFormat("Q8_0", 32, 34, decode=_q8_0),
+    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0, halves=(0,), lines=_q4_0_lines),
+    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1, halves=(0, 2), lines=_q4_1_lines),
+    6: BlockFormat("Q5_0", 32, 22, decode=_q5_0, halves=(0,)),
+    7: BlockFormat("Q5_1", 32, 24, decode=_q5_1, halves=(0, 2)),
+    8: BlockFormat("Q8_0", 32, 34, decode=_q8_0, halves=(0,)),
     9: BlockFormat("Q8_1", 32, 40),
-    10: BlockFormat("Q2_K", 256, 84, decode=_q2_k),
-    11: BlockFormat("Q3_K", 256, 110, decode=_q3_k),
-    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k, lines=_q4_k_lines),
-    13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
-    14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
+    10: BlockFormat("Q2_K", 256, 84, decode=_q2_k, halves=(80, 82)),
+    11: BlockFormat("Q3_K", 256, 110, decode=_q3_k, halves=(108,)),
+    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k, halves=(0, 2), lines=_q4_k_lines),
+    13: BlockFormat("Q5_K", 256, 176, decode=_q5_k, halves=(0, 2)),
+    14: BlockFormat("Q6_K", 256, 210, decode=_q6_k, halves=(208,)),
     15: BlockFormat("Q8_K", 256, 292),
     16: BlockFormat("IQ2_XXS", 256, 66),
     17: BlockFormat("IQ2_XS", 256, 74),
     18: BlockFormat("IQ3_XXS", 256, 98),
     19: BlockFormat("IQ1_S", 256, 50),
-    20: BlockFormat("IQ4_NL", 32, 18, decode=_iq4_nl),
+    20: BlockFormat("IQ4_NL", 32, 18, decode=_iq4_nl, halves=(0,)),
     21: BlockFormat("IQ3_S", 256, 110),
     22: BlockFormat("IQ2_S", 256, 82),
-    23: BlockFormat("IQ4_XS", 256, 136, decode=_iq4_xs),
+    23: BlockFormat("IQ4_XS", 256, 136, decode=_iq4_xs, halves=(0,)),
     24: BlockFormat("I8", 1, 1),
     25: BlockFormat("I16", 1, 2),
     26: BlockFormat("I32", 1, 4),
@@ -290,6 +332,15 @@ _FORMATS: dict[int, BlockFormat] = {
     41: BlockFormat("Q1_0", 128, 18),
 }
 """By ggml's number of each."""
+
+
+_INT4_128 = BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66))
+"""No format of a file."""
+
+
+def format_of(kind: BlockKind) -> BlockFormat:
+    """The format whose blocks are so."""
+    return next(format for format in (*_FORMATS.values(), _INT4_128) if format.own_kind == kind)
 
 
 def find_format(number: int) -> BlockFormat | None:

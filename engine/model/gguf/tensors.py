@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import Blocks, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.blocks import as_quantised, dequantise, readable_formats
+from engine.model.gguf.blocks import as_blocks, as_quantised, dequantise, readable_formats
 from engine.model.gguf.container import Gguf, TensorInfo
 
 _MOST_SETTINGS = 1 << 16
@@ -43,10 +43,19 @@ def read_quantised(data: Tensor, info: TensorInfo, expert: int | None = None) ->
     Args:
         data: of the file.
     """
-    rows = info.shape[-2]
+    return as_quantised(_matrix(data, info, expert), info.format, info.shape[-2])
+
+
+def read_blocks(data: Tensor, info: TensorInfo, expert: int | None = None) -> Blocks:
+    """A matrix of a format whose blocks are multiplied as they are, or one of several: a view of the file."""
+    return as_blocks(_matrix(data, info, expert), info.format, info.shape[-2])
+
+
+def _matrix(data: Tensor, info: TensorInfo, expert: int | None) -> Tensor:
+    """The bytes of a matrix, or of one of several."""
     size = info.size // (info.shape[0] if expert is not None else 1)
     begin = info.begin + (expert or 0) * size
-    return as_quantised(data[begin : begin + size], info.format, rows)
+    return data[begin : begin + size]
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:

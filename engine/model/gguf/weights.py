@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.architectures import Placed, describe, place
 from engine.model.gguf.container import read_gguf
-from engine.model.gguf.tensors import check_readable, mapped, read_quantised, read_tensor
+from engine.model.gguf.tensors import check_readable, mapped, read_blocks, read_quantised, read_tensor
 from engine.model.quantisation import Quantization
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -50,16 +50,23 @@ class GgufWeights:
 
     def kind(self, name: str) -> Quantization | None:
         """What of our own a matrix is; None for nothing."""
-        placed = self._placed[name]
-        matrix = len(placed.shape) == 2 and placed.arrangement.keeps_rows
-        return placed.info.format.kind if matrix else None
+        return self._placed[name].info.format.kind if self._is_matrix(name) else None
 
-    def quantised(self, name: str) -> Quantised:
-        """A matrix that has a `kind`, as that."""
+    def own_kind(self, name: str) -> Quantization | BlockKind | None:
+        """What a matrix is in its own bits; None for nothing."""
+        return self._placed[name].info.format.own_kind if self._is_matrix(name) else None
+
+    def _is_matrix(self, name: str) -> bool:
         placed = self._placed[name]
-        made = read_quantised(self._data, placed.info, placed.expert)
-        values, lines = (placed.arrangement.arrange(part).contiguous() for part in (made.values, made.scales))
-        return Quantised(values, lines, made.inputs)
+        return len(placed.shape) == 2 and placed.arrangement.keeps_rows
+
+    def quantised(self, name: str, own: bool = False) -> Quantised | Blocks:
+        """A matrix that has a `kind`, or an `own_kind`, as that."""
+        placed = self._placed[name]
+        format = placed.info.format
+        read = read_blocks if own and format.own_kind != format.kind else read_quantised
+        made: Quantised | Blocks = read(self._data, placed.info, placed.expert)
+        return made.changed(lambda tensor: placed.arrangement.arrange(tensor).contiguous())
 
     def get_slice(self, name: str) -> GgufSlice:
         """A tensor of which not all is read."""

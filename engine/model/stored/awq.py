@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from engine.backends.native.gemm import Quantised
 from engine.errors import UnsupportedModelError
-from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
+from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, own_kind, unpacked
 from engine.model.stored.scheme import (
     REALS,
     Packed,
@@ -50,7 +50,7 @@ class Awq(Scheme):
                 parts.append(expect(tensors, zeros, (groups, words), formats=("I32",)))
             found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), _decode)
             if fits_groups(found.shape, groups) and tensors.format(scales) in HALVES:
-                found = replace(found, kind="int4", quantised=_as_lines)
+                found = replace(found, kind="int4", quantised=_as_lines, own=own_kind(found.shape, groups))
             yield found
 
 

@@ -8,12 +8,14 @@ import torch
 from torch import Size, Tensor
 
 from engine.backends import native
-from engine.backends.native.gemm import GROUP, Quantised, join_levels
+from engine.backends.native.gemm import GROUP, BlockKind, Blocks, Quantised, join_levels
 from engine.backends.native.repacking import Layout, repack
 from engine.errors import ModelLoadError
 
 HALVES = ("F16", "BF16")
 """Formats of scales that a half holds exactly, in safetensors' words; of bfloat16 those within its range."""
+
+_WIDE = 128
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -85,6 +87,19 @@ def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor
 def fits_groups(shape: Size, groups: int) -> bool:
     """Whether groups of a matrix's inputs, of one size, are whole groups of ours."""
     return shape[1] % GROUP == 0 and groups > 0 and shape[1] % (groups * GROUP) == 0
+
+
+def own_kind(shape: Size, groups: int) -> BlockKind | None:
+    """What 4 bits are in which a scale and a minimum are of whole groups of 128 inputs."""
+    return "int4_128" if shape[1] % (groups * _WIDE) == 0 else None
+
+
+def as_blocks(made: Quantised) -> Blocks:
+    """4 bits with an `own_kind`, as that."""
+    rows = len(made.values)
+    lines = made.scales[:, :: _WIDE // GROUP].contiguous().view(torch.uint8).view(rows, -1, 4)
+    values = torch.cat((made.values.view(rows, -1, _WIDE // 2), lines), -1)
+    return Blocks("int4_128", values.view(rows, -1), made.inputs)
 
 
 def check_halves(scales: Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Size, Tensor
 
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends.native.gemm import GROUP, BlockKind, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
-from engine.model.stored.bits import HALVES, as_lines, check_halves, fits_groups, grouped, packed, unpacked
+from engine.model.stored.bits import HALVES, as_lines, check_halves, fits_groups, grouped, own_kind, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
 from engine.model.stored.scheme import (
     REALS,
@@ -111,13 +111,14 @@ class CompressedTensors(Scheme):
         decode = partial(_decode, bits=bits, shape=(outputs, inputs), has_zeros=has_zeros, has_order=has_order)
         kind: Quantization | None = None
         quantised: Callable[..., Quantised] | None = None
+        own: BlockKind | None = None
         held, whole = tensors.format(scale), Size((outputs, inputs))
         by_groups = tensors.shape(scale) == Size((outputs, groups)) and not has_order
         if by_groups and bits == 4 and held in HALVES and fits_groups(whole, groups):
-            kind, quantised = "int4", _as_lines
+            kind, quantised, own = "int4", _as_lines, own_kind(whole, groups)
         elif by_groups and bits == 8 and held in HALVES and not has_zeros and groups * GROUP == inputs:
             kind, quantised = "int8", _as_groups
-        return Packed(f"{module}.weight", tuple(parts), whole, decode, kind=kind, quantised=quantised)
+        return Packed(f"{module}.weight", tuple(parts), whole, decode, kind=kind, quantised=quantised, own=own)
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, unpacked
+from engine.model.stored.bits import HALVES, as_lines, fits_groups, grouped, own_kind, unpacked
 from engine.model.stored.scheme import (
     REALS,
     WHOLE,
@@ -73,7 +73,8 @@ class Gptq(Scheme):
             found = Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
             fits = self._bits == 4 and fits_groups(found.shape, groups) and tensors.format(scales) in HALVES
             if fits and (order is None or _neighbours(tensors.read(order), groups)):
-                found = replace(found, kind="int4", quantised=partial(_as_lines, less_one=self._less_one))
+                quantised = partial(_as_lines, less_one=self._less_one)
+                found = replace(found, kind="int4", quantised=quantised, own=own_kind(found.shape, groups))
             yield found
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
-from engine.backends.native.gemm import Quantised
+from engine.backends.native.gemm import BlockKind, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 
@@ -52,6 +52,7 @@ class Packed:
         format: of that tensor, in safetensors' words.
         kind: what of ours the parts are, but for the rounding of minima; None for nothing.
         quantised: makes that of them.
+        own: blocks that have fewer bits than that; None for none.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Packed:
     format: str = "F32"
     kind: Quantization | None = None
     quantised: Callable[..., Quantised] | None = None
+    own: BlockKind | None = None
 
 
 class Scheme(ABC):

@@ -26,6 +26,19 @@ enum Kind : int64_t {
   BY_AMX_INT8,
   BY_AMX_INT8_ROTATED,
   BY_AMX_INT4,
+  BY_Q4_0,
+  BY_Q5_0,
+  BY_Q5_1,
+  BY_Q2_K,
+  BY_Q3_K,
+  BY_Q4_K,
+  BY_Q5_K,
+  BY_Q6_K,
+  BY_IQ4_NL,
+  BY_IQ4_XS,
+  BY_MXFP4,
+  BY_INT4_128,
+  BY_PARTS,
 };
 
 #if defined(__AVX512F__)
@@ -247,6 +260,22 @@ void amx_bfloat16_part(const Product& p, int thread, int threads);
 void amx_int8_part(const Product& p, int thread, int threads);
 void amx_int8_rotated_part(const Product& p, int thread, int threads);
 void amx_int4_part(const Product& p, int thread, int threads);
+void q4_0_part(const Product& p, int thread, int threads);
+void q5_0_part(const Product& p, int thread, int threads);
+void q5_1_part(const Product& p, int thread, int threads);
+void q2_k_part(const Product& p, int thread, int threads);
+void q3_k_part(const Product& p, int thread, int threads);
+void q4_k_part(const Product& p, int thread, int threads);
+void q5_k_part(const Product& p, int thread, int threads);
+void q6_k_part(const Product& p, int thread, int threads);
+void iq4_nl_part(const Product& p, int thread, int threads);
+void iq4_xs_part(const Product& p, int thread, int threads);
+void mxfp4_part(const Product& p, int thread, int threads);
+void int4_128_part(const Product& p, int thread, int threads);
+void parts_part(const Product& p, int thread, int threads);
+
+// A thread's share of a product of any kind.
+void part_of(int64_t kind, const Product& p, int thread, int threads);
 
 #define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \
   void kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }           \

@@ -1,4 +1,5 @@
 // Products with weights of float32 and bfloat16, summed in float32.
+#include "gemm_look_up.h"
 #include "gemm_panels.h"
 
 namespace octavo::gemm {
@@ -47,6 +48,16 @@ struct Float32 : ByVectors<Float32> {
     for (int row = 0; row < N; ++row) {
       store(sums + row * PANEL, acc[row][0]);
       store(sums + row * PANEL + WIDTH, acc[row][1]);
+    }
+  }
+
+  // The weights of an output.
+  template <class T>
+  static void read(const char* data, int64_t output, int64_t inputs, T* to) {
+    const char* panel = data + output / PANEL * panel_bytes(inputs);
+    for (int64_t at = 0; at < inputs; ++at) {
+      const uint32_t word = word_of(panel, at, output);
+      write_numbers(reinterpret_cast<const float*>(&word), to + at, 1);
     }
   }
 };
@@ -112,6 +123,17 @@ struct Bfloat16 : ByVectors<Bfloat16> {
     }
   }
 
+  // The weights of an output.
+  template <class T>
+  static void read(const char* data, int64_t output, int64_t inputs, T* to) {
+    const char* panel = data + output / PANEL * panel_bytes(inputs);
+    for (int64_t at = 0; at < inputs; at += 2) {
+      const uint32_t word = word_of(panel, at / 2, output);
+      const uint32_t pair[] = {word << 16, word & 0xffff0000};
+      write_numbers(reinterpret_cast<const float*>(pair), to + at, smaller<int64_t>(2, inputs - at));
+    }
+  }
+
   static void copy(const bfloat16* x, int64_t size, bfloat16* to) {
     __builtin_memcpy(to, x, static_cast<size_t>(size) * sizeof *to);
   }
@@ -145,6 +167,8 @@ OCTAVO_EXPORT(gemm_pack_bfloat16)(const bfloat16* weight, int64_t stride, bfloat
   pack(weight, stride, to, outputs, inputs);
 }
 
+OCTAVO_EXPORT_LOOK_UP(float32, Float32)
+OCTAVO_EXPORT_LOOK_UP(bfloat16, Bfloat16)
 OCTAVO_EXPORT_PRODUCT(float32, Float32)
 OCTAVO_EXPORT_PRODUCT(bfloat16, Bfloat16)
 

@@ -37,25 +37,25 @@ OCTAVO_INLINE void make_group(const T* x, int64_t size, int8_t* to, float& scale
   }
 }
 
-// x: for each group [UNITS][rows][4], then scales [rows], then what `note` makes of the scale and of the sum of the
-// row's int8 in the group, [rows] of 4 bytes.
-template <class Number, bool ROTATED, class T, class Note>
+// x: for each group of SIZE inputs [SIZE / 4][rows][4], then scales [rows], then what `note` makes of the scale and of
+// the sum of the row's int8 in the group, [rows] of 4 bytes.
+template <class Number, bool ROTATED, int64_t SIZE = GROUP, class T, class Note>
 OCTAVO_INLINE void prepare_groups(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to, const Note& note) {
-  static_assert(sizeof(Number) == 4);
-  const int64_t groups = groups_of(inputs);
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t at = group * GROUP, size = smaller(GROUP, inputs - at);
-    uint32_t* out = reinterpret_cast<uint32_t*>(to) + group * (UNITS + 2) * rows;
-    float* scales = reinterpret_cast<float*>(out + UNITS * rows);
+  static_assert(sizeof(Number) == 4 && (!ROTATED || SIZE == GROUP));
+  constexpr int64_t OWN_UNITS = SIZE / UNIT;
+  for (int64_t at = 0; at < inputs; at += SIZE) {
+    const int64_t size = smaller(SIZE, inputs - at);
+    uint32_t* out = reinterpret_cast<uint32_t*>(to) + at / SIZE * (OWN_UNITS + 2) * rows;
+    float* scales = reinterpret_cast<float*>(out + OWN_UNITS * rows);
     Number* noted = reinterpret_cast<Number*>(scales + rows);
-    lay_out(rows, UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
+    lay_out(rows, OWN_UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
       const T* from = x + row * stride + at;
       int8_t* bytes = reinterpret_cast<int8_t*>(made);
-      if (size < GROUP) {
+      if (size < SIZE) {
         __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
         make_group<ROTATED>(from, size, bytes, scales[row], noted[row], note);
       } else {
-        make_group<ROTATED>(from, GROUP, bytes, scales[row], noted[row], note);  // a size that the compiler knows
+        make_group<ROTATED>(from, SIZE, bytes, scales[row], noted[row], note);  // a size that the compiler knows
       }
     });
   }

@@ -4,6 +4,7 @@
 // A weight is q * scale + minimum, q from 0 to 15. Sums within a group are integers and exact; groups are added in
 // float32, in order: of each what q comes to, and then the minimum times the sum of the activations.
 #include "gemm_groups.h"
+#include "gemm_look_up.h"
 #include "gemm_panels.h"
 #include "half.h"
 
@@ -51,9 +52,9 @@ struct Int4 : ByVectors<Int4> {
           const Integers both = load_integers(panel + (i * PANEL / 2 + side * WIDTH) * UNIT);
           const Integers first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
 #pragma GCC unroll 16
-          for (int row = 0; row < N; ++row) acc[row] = dot_nibbles(acc[row], first, x[i * N + row]);
+          for (int row = 0; row < N; ++row) acc[row] = dot_small(acc[row], first, x[i * N + row]);
 #pragma GCC unroll 16
-          for (int row = 0; row < N; ++row) acc[row] = dot_nibbles(acc[row], second, x[(i + 1) * N + row]);
+          for (int row = 0; row < N; ++row) acc[row] = dot_small(acc[row], second, x[(i + 1) * N + row]);
         }
         const Vector scale = load(scales + side * WIDTH), least = load(scales + PANEL + side * WIDTH);
 #pragma GCC unroll 16
@@ -68,6 +69,22 @@ struct Int4 : ByVectors<Int4> {
     for (int row = 0; row < N; ++row) {
       store(sums + row * PANEL, total[row][0]);
       store(sums + row * PANEL + WIDTH, total[row][1]);
+    }
+  }
+
+  // The weights of an output.
+  template <class T>
+  static void read(const char* data, int64_t output, int64_t inputs, T* to) {
+    const char* group = data + output / PANEL * panel_bytes(inputs);
+    for (int64_t at = 0; at < inputs; at += GROUP, group += GROUP_BYTES) {
+      const char* scales = group + PANEL * GROUP / 2 + output % PANEL * 2;
+      const float scale = widened(read_as<float16>(scales)), least = widened(read_as<float16>(scales + 2 * PANEL));
+      float numbers[GROUP];
+      for (int64_t i = 0; i < GROUP; ++i) {
+        const uint32_t word = word_of(group, i / (2 * UNIT), output) >> i % UNIT * 8 >> i / UNIT % 2 * 4;
+        numbers[i] = static_cast<float>(word & 15) * scale + least;
+      }
+      write_numbers(numbers, to + at, smaller(GROUP, inputs - at));
     }
   }
 };
@@ -93,6 +110,7 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const float16* scales, uint8_t* 
   });
 }
 
+OCTAVO_EXPORT_LOOK_UP(int4, Int4)
 OCTAVO_EXPORT_PRODUCT(int4, Int4)
 
 }  // namespace octavo::gemm

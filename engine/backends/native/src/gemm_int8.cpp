@@ -3,6 +3,7 @@
 //
 // Sums within a group are integers and exact; groups are added in float32, in order.
 #include "gemm_groups.h"
+#include "gemm_look_up.h"
 #include "gemm_panels.h"
 #include "half.h"
 
@@ -84,6 +85,27 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
       store(sums + row * PANEL + WIDTH, total[row][1]);
     }
   }
+
+  // The weights of an output.
+  template <class T>
+  static void read(const char* data, int64_t output, int64_t inputs, T* to) {
+    const int64_t groups = groups_of(inputs), column = output % PANEL;
+    const char* panel = data + output / PANEL * panel_bytes(inputs);
+    for (int64_t group = 0; group < groups; ++group) {
+      const char* integers = panel + group * (ROTATED ? INTEGERS : INT8_GROUP_BYTES);
+      const char* scales = panel + groups * INTEGERS;
+      const float scale = ROTATED ? static_cast<float>(read_as<uint8_t>(scales + group * PANEL + column)) *
+                                        read_as<float>(scales + groups * PANEL + column * 4)
+                                  : widened(read_as<float16>(integers + INTEGERS + column * 2));
+      float numbers[GROUP];
+      for (int64_t i = 0; i < GROUP; ++i) {
+        const uint32_t word = word_of(integers, i / UNIT, output) ^ FLIPPED;
+        numbers[i] = static_cast<float>(static_cast<int8_t>(word >> i % UNIT * 8)) * scale;
+      }
+      if constexpr (ROTATED) rotate<GROUP>(numbers, GROUP, 1.0f / GROUP, numbers);
+      write_numbers(numbers, to + group * GROUP, smaller(GROUP, inputs - group * GROUP));
+    }
+  }
 };
 
 }  // namespace
@@ -129,6 +151,8 @@ OCTAVO_EXPORT(gemm_pack_int8_rotated)(const int8_t* q, const uint8_t* scales, in
   });
 }
 
+OCTAVO_EXPORT_LOOK_UP(int8, Int8<false>)
+OCTAVO_EXPORT_LOOK_UP(int8_rotated, Int8<true>)
 OCTAVO_EXPORT_PRODUCT(int8, Int8<false>)
 OCTAVO_EXPORT_PRODUCT(int8_rotated, Int8<true>)
 

@@ -3,6 +3,7 @@
 //
 // Sums are integers and exact. Rows of x are quantised by the product itself: round(x * 127 / largest magnitude).
 #include "gemm_integer.h"
+#include "gemm_look_up.h"
 #include "gemm_panels.h"
 
 namespace octavo::gemm {
@@ -73,6 +74,19 @@ struct Int8Fast : ByVectors<Int8Fast> {
       store(sums + row * PANEL + WIDTH, __builtin_convertvector(acc[row][1], Vector) * (high * scale));
     }
   }
+
+  // The weights of an output.
+  template <class T>
+  static void read(const char* data, int64_t output, int64_t inputs, T* to) {
+    const char* panel = data + output / PANEL * panel_bytes(inputs);
+    const float scale = read_as<float>(panel + (units_of(inputs) * PANEL + output % PANEL) * UNIT);
+    for (int64_t at = 0; at < inputs; at += UNIT) {
+      const uint32_t word = word_of(panel, at / UNIT, output) ^ FLIPPED;
+      float numbers[UNIT];
+      for (int64_t i = 0; i < UNIT; ++i) numbers[i] = static_cast<float>(static_cast<int8_t>(word >> 8 * i)) * scale;
+      write_numbers(numbers, to + at, smaller(UNIT, inputs - at));
+    }
+  }
 };
 
 }  // namespace
@@ -92,6 +106,7 @@ OCTAVO_EXPORT(gemm_pack_int8_fast)(const int8_t* q, const float* scales, int8_t*
   });
 }
 
+OCTAVO_EXPORT_LOOK_UP(int8_fast, Int8Fast)
 OCTAVO_EXPORT_PRODUCT(int8_fast, Int8Fast)
 
 }  // namespace octavo::gemm

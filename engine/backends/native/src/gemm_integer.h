@@ -21,8 +21,8 @@ OCTAVO_INLINE Integers load_integers(const void* from) {
   return v;
 }
 
-// acc + four products in each element; weights are from 0 to 15. Exact.
-OCTAVO_INLINE Integers dot_nibbles(Integers acc, Integers weights, int32_t x) {
+// acc + four products in each element; weights are from 0 to 127. Exact.
+OCTAVO_INLINE Integers dot_small(Integers acc, Integers weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (Integers)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(x));
 #elif defined(__AVX2__)

@@ -66,19 +66,7 @@ struct Runner {
     const int64_t tiles = (rows + tile_rows - 1) / tile_rows + step.spare;
     const gemm::Product p{x,      y,        weight,   bias, step.workspace, tiles, format,
                           format, x_stride, y_stride, rows, outputs,        inputs};
-    switch (kind) {
-      case gemm::BY_FLOAT32: return gemm::float32_part(p, thread, threads);
-      case gemm::BY_BFLOAT16: return gemm::bfloat16_part(p, thread, threads);
-      case gemm::BY_INT8: return gemm::int8_part(p, thread, threads);
-      case gemm::BY_INT8_ROTATED: return gemm::int8_rotated_part(p, thread, threads);
-      case gemm::BY_INT8_FAST: return gemm::int8_fast_part(p, thread, threads);
-      case gemm::BY_INT4: return gemm::int4_part(p, thread, threads);
-      case gemm::BY_AMX_FLOAT32: return gemm::amx_float32_part(p, thread, threads);
-      case gemm::BY_AMX_BFLOAT16: return gemm::amx_bfloat16_part(p, thread, threads);
-      case gemm::BY_AMX_INT8: return gemm::amx_int8_part(p, thread, threads);
-      case gemm::BY_AMX_INT8_ROTATED: return gemm::amx_int8_rotated_part(p, thread, threads);
-      default: return gemm::amx_int4_part(p, thread, threads);
-    }
+    gemm::part_of(kind, p, thread, threads);
   }
 
   // The products of all experts with their rows.
