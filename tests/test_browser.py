@@ -69,7 +69,7 @@ def test_the_playground_in_a_browser(services: list[Service], tmp_path: Path) ->
         "PYTHON": sys.executable,
         "CHROMIUM": os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS))),
     }
-    command = ["node", "--test", "playground.test.mjs"]
+    command = ["node", "--test", "--test-concurrency=1"]
     run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "# skipped 0" in run.stdout, run.stdout

@@ -2,6 +2,7 @@
 // are their results.
 
 import { h } from "./dom.js";
+import { Follower } from "./follow.js";
 import { Meter } from "./meter.js";
 import { Session } from "./session.js";
 
@@ -17,26 +18,30 @@ export class ChatPane {
     this.meter = new Meter();
     this.messages = [];
     this.calls = []; // that wait for their results
-    this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
+    this.log = h("div", { role: "log", "aria-label": "Conversation" });
+    this.area = h("div", { class: "log", tabindex: "0", role: "group", "aria-label": "Conversation, which scrolls" }, this.log);
+    this.follower = new Follower(this.area, this.log);
     this.system = h("textarea", { id: "system", rows: 2, oninput: context.changed });
-    this.input = h("textarea", { id: "message", rows: 2, oninput: context.changed });
+    const keys = "Enter sends, Shift + Enter breaks the line, Esc stops";
+    this.input = h("textarea", { id: "message", rows: 2, placeholder: keys, oninput: context.changed });
     this.caption = h("label", { for: "message", class: "caption" }, "Message");
     this.clear = h("button", { type: "button", class: "quiet", onclick: () => this.restart() }, "New conversation");
     this.form = h(
       "form",
-      { onsubmit: (event) => (event.preventDefault(), this.start()) },
-      h(
-        "details",
-        { class: "system" },
-        h("summary", {}, "System message"),
-        h("label", { for: "system", class: "unseen" }, "System message"),
-        this.system,
-      ),
+      { class: "composer", onsubmit: (event) => (event.preventDefault(), this.start()) },
+      this.session.problem,
       this.caption,
       this.input,
-      h("div", { class: "row" }, this.session.startButton, this.session.stopButton, this.clear, h("span", { class: "hint keys" }, "Enter")),
+      h("div", { class: "row" }, this.session.startButton, this.session.stopButton, this.meter.element, this.clear),
     );
-    this.element = h("div", {}, this.log, this.session.problem, this.meter.element, this.form, this.session.said);
+    const system = h(
+      "details",
+      { class: "system" },
+      h("summary", {}, "System message"),
+      h("label", { for: "system", class: "unseen" }, "System message"),
+      this.system,
+    );
+    this.element = h("div", {}, system, h("div", { class: "thread" }, this.area, this.follower.button), this.form, this.session.said);
     this.input.value = context.examples.chat;
     this.input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -83,7 +88,9 @@ export class ChatPane {
     const place = h("div", { class: "said by-assistant" });
     const turn = h("div", { class: "turn" }, h("p", { class: "said by-user" }, said), place);
     this.log.append(turn);
+    this.follower.follow();
     this.input.value = "";
+    this.input.focus();
     if (this.calls.length > 1) this.messages.push(message); // the answer waits for the other results
     else {
       const job = { makeBody: () => this.body(message), place, meter: this.meter, beams: this.context.beams };

@@ -33,6 +33,7 @@ const machine = new Machine();
 const code = new Code(byId("code"), byId("code-title"), byId("copy-link"));
 const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => showCode()));
 const modes = new Modes((pane) => {
+  document.body.dataset.mode = pane.name;
   byId("settings").hidden = !pane.schema;
   if (pane.schema) {
     const usual = pane.schema === "chat" ? { max_tokens: "what fits" } : {};
@@ -109,6 +110,10 @@ async function connect() {
 }
 
 addEventListener("hashchange", openLink);
-document.addEventListener("keydown", (event) => event.key === "Escape" && hideCard());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  hideCard();
+  modes.current?.session.stop();
+});
 setUpKey(connect);
 connect();
