@@ -1,6 +1,7 @@
 // The chat as a page that one keeps open. Answers are scripted, so that nothing waits for a model.
 
 import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
 import { after, afterEach, before, test } from "node:test";
 import { end, launch, open, say, script } from "./browser.mjs";
 
@@ -108,4 +109,188 @@ test("Esc stops, Enter sends, Shift+Enter breaks the line", async () => {
   await ask(page, "Three");
   await page.click("#pane-chat .stop");
   await page.waitForSelector("#pane-chat .stop:disabled", { state: "attached" });
+});
+
+const reply = async (page, question, answer) => {
+  await ask(page, question);
+  await say(page, answer);
+  await end(page);
+};
+const titles = (page) => page.locator("#history .thread-title").evaluateAll((all) => all.map((one) => one.firstChild.textContent));
+const shown = (page) => page.locator("#pane-chat .said").allInnerTexts();
+const lastRequest = (page) => page.evaluate(() => window.asked.at(-1));
+const user = (content) => ({ role: "user", content });
+const assistant = (content) => ({ role: "assistant", content });
+// What the browser has on its disk, whatever the page says.
+const kept = (page) =>
+  page.evaluate(async () => {
+    const store = new (await import("/playground/store.js")).Store();
+    await store.open();
+    return store.list().map(({ title, messages }) => [title, messages.map(({ content }) => content)]);
+  });
+
+async function reload(page) {
+  await page.reload();
+  await page.waitForSelector("#message");
+  await script(page);
+}
+
+test("a reload keeps the conversation, also in the middle of an answer", async () => {
+  const page = await visit();
+  await reply(page, "One", "An answer.");
+  await ask(page, "Two");
+  await say(page, "Half of");
+  while (JSON.stringify(await kept(page)) !== '[["One",["One","An answer.","Two","Half of"]]]') await page.waitForTimeout(20);
+  await reload(page);
+  await page.waitForSelector("#pane-chat .said");
+  const now = await shown(page);
+  assert.deepEqual(now.map((text) => text.trim()), ["One", "An answer.", "Two", "Half of"]);
+  await reply(page, "Three", "Yes.");
+  const { messages } = await lastRequest(page);
+  assert.deepEqual(messages, [user("One"), assistant("An answer."), user("Two"), assistant("Half of"), user("Three")]);
+  await page.goto(`${URL_}/`); // not its address: a new one begins
+  await page.waitForSelector(".greeting");
+  assert.deepEqual(await titles(page), ["One"]);
+});
+
+test("conversations are listed, searched, renamed and deleted, and each has its own settings", async () => {
+  const page = await visit();
+  await page.click(".system summary");
+  await page.fill("#system", "Be brief.");
+  await page.click('.presets button:has-text("Greedy")');
+  await reply(page, "About apples", "Red.");
+  await page.click("#new");
+  await page.fill("#system", "Be long.");
+  await page.click('.presets button:has-text("Beams")');
+  await reply(page, "About pears", "Green, as the sea.");
+  assert.deepEqual(await titles(page), ["About pears", "About apples"]);
+  await page.getByLabel("Search conversations").fill("as THE sea");
+  assert.deepEqual(await titles(page), ["About pears"]);
+  await page.getByLabel("Search conversations").fill("nowhere");
+  assert.equal(await page.textContent(".threads"), "Nothing found.");
+  await page.getByLabel("Search conversations").fill("");
+  await page.click('.thread-title:has-text("About apples")');
+  assert.equal(await page.inputValue("#system"), "Be brief.");
+  await reply(page, "More", "No.");
+  const { messages, temperature, num_beams } = await lastRequest(page);
+  assert.deepEqual([messages[0].content, temperature, num_beams], ["Be brief.", 0, undefined]);
+  await page.click("text=Rename");
+  await page.getByLabel("Title").fill("Fruit");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector('.thread-title:has-text("Fruit")');
+  await page.click('#history button:has-text("Delete")');
+  assert.deepEqual(await titles(page), ["About pears"]);
+  assert.ok(await page.locator(".greeting").isVisible());
+  await page.keyboard.press("Enter"); // Undo has the focus
+  await page.waitForSelector('.thread-title:has-text("Fruit")');
+  assert.equal((await shown(page)).length, 4);
+  await page.click('#history button:has-text("Delete")');
+  while ((await kept(page)).length > 1) await page.waitForTimeout(20);
+  await reload(page);
+  assert.deepEqual(await titles(page), ["About pears"]);
+});
+
+test("messages are edited, answers made again, and a conversation branches", async () => {
+  const page = await visit();
+  await reply(page, "One", "First");
+  await reply(page, "Two", "Second");
+  const turn = (at) => page.locator("#pane-chat .turn").nth(at);
+  const press = async (at, label) => {
+    await turn(at).hover();
+    await turn(at).getByRole("button", { name: label }).click();
+  };
+  await press(3, "Regenerate");
+  await say(page, "Third");
+  await end(page);
+  assert.deepEqual((await lastRequest(page)).messages, [user("One"), assistant("First"), user("Two")]);
+  assert.equal((await shown(page)).at(-1).trim(), "Third");
+  await press(1, "Edit");
+  await page.getByLabel("Edit the message").fill("Corrected");
+  await page.keyboard.press("Enter");
+  await press(1, "Branch");
+  assert.deepEqual(await titles(page), ["One (branch)", "One"]);
+  await reply(page, "Other", "Way");
+  assert.deepEqual((await lastRequest(page)).messages, [user("One"), assistant("Corrected"), user("Other")]);
+  await page.click(".threads li:last-child .thread-title");
+  assert.deepEqual((await shown(page)).map((text) => text.trim()), ["One", "Corrected", "Two", "Third"], "the branch left it alone");
+  await press(2, "Edit");
+  await page.getByLabel("Edit the message").fill("Zwei");
+  await page.keyboard.press("Escape");
+  assert.equal((await shown(page))[2], "Two");
+  await press(2, "Edit");
+  await page.getByLabel("Edit the message").fill("Zwei");
+  await page.keyboard.press("Enter");
+  await say(page, "Vierte");
+  await end(page);
+  assert.deepEqual((await lastRequest(page)).messages, [user("One"), assistant("Corrected"), user("Zwei")]);
+  while (!JSON.stringify(await kept(page)).includes('["One","Corrected","Zwei","Vierte"]')) await page.waitForTimeout(20);
+});
+
+const CALL = { id: "c1", type: "function", function: { name: "look", arguments: '{"at": "-->"}' } };
+const TRICKY = [
+  user("## User\n\n\\## Assistant\n<!-- octavo {} -->\n"), { role: "assistant", content: "", reasoning_content: "Hm\n## System", tool_calls: [CALL] },
+  { role: "tool", content: "a\n\n", tool_call_id: "c1" }, assistant("# Not a title\n\n```\n## Tool result\n```"),
+];
+
+test("conversations leave as JSON and Markdown, and come back whole", async () => {
+  const page = await visit();
+  const back = await page.evaluate(async (messages) => {
+    const { toJson, toMarkdown, readFile } = await import("/playground/transfer.js");
+    const whole = { title: "T # 1", system: "S\n", parameters: { temperature: 0, stop: ["-->"] }, messages };
+    const plain = ({ title, system, parameters, messages: all }) => ({ title, system, parameters, messages: all });
+    const fails = (text) => {
+      try {
+        return readFile("f", text);
+      } catch (error) {
+        return error.message;
+      }
+    };
+    return {
+      whole,
+      json: readFile("f", toJson([whole, whole])).map(plain),
+      markdown: readFile("f", toMarkdown(whole)).map(plain),
+      request: readFile("f", '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]}').map(plain),
+      wrong: ["{", "text", '{"messages": [{"role": "king", "content": ""}]}', '{"messages": [{"role": "user", "content": []}]}', "[1]"].map(fails),
+    };
+  }, TRICKY);
+  assert.deepEqual(back.json, [back.whole, back.whole]);
+  assert.deepEqual(back.markdown, [back.whole]);
+  assert.deepEqual(back.request, [{ title: "U", system: "S", parameters: {}, messages: [user("U")] }]);
+  for (const [at, words] of [/JSON/, /no heading such as "## User"/, /message 1 has the role "king"/, /content of message 1 is not text/, /list of messages/].entries()) {
+    assert.match(back.wrong[at], words);
+  }
+  await reply(page, "Hello: you", "**Good** day");
+  const files = [];
+  for (const label of ["Markdown", "JSON"]) {
+    const [file] = await Promise.all([page.waitForEvent("download"), page.click(`#history .acts button:has-text("${label}")`)]);
+    files.push([file.suggestedFilename(), await file.path()]);
+  }
+  assert.deepEqual(files.map(([name]) => name), ["Hello-you.md", "Hello-you.json"]);
+  assert.match(await readFile(files[0][1], "utf8"), /^# Hello: you\n<!-- octavo .*-->\n\n## User\n\nHello: you\n\n## Assistant\n\n\*\*Good\*\* day\n$/);
+  const given = await Promise.all(files.map(async ([name, path]) => ({ name, mimeType: "text/plain", buffer: await readFile(path) })));
+  await page.locator("#import-file").setInputFiles(given);
+  await page.waitForFunction(() => document.querySelectorAll("#history .thread-title").length === 3);
+  assert.equal((await shown(page))[0], "Hello: you");
+  await page.locator("#import-file").setInputFiles([{ name: "no.json", mimeType: "text/plain", buffer: Buffer.from("{}") }]);
+  await page.waitForSelector('#history [role="status"]:has-text("no.json cannot be imported")');
+});
+
+test("a full store says so, and the conversation goes on", async () => {
+  const page = await visit();
+  const said = await page.evaluate(async () => {
+    const store = new (await import("/playground/store.js")).Store("small", 300);
+    await store.open();
+    await store.save({ id: "a", updated: 0, title: "a", messages: [{ role: "user", content: "x".repeat(100) }] });
+    return store.save({ id: "b", updated: 0, title: "b", messages: [{ role: "user", content: "x".repeat(100) }] }).catch((error) => error.message);
+  });
+  assert.equal(said, "Not saved: conversations may take 300 characters in this browser, and that is used up. Export or delete some.");
+  await page.evaluate(() => {
+    IDBObjectStore.prototype.put = () => {
+      throw new DOMException("full", "QuotaExceededError");
+    };
+  });
+  await reply(page, "One", "Two");
+  await page.waitForSelector('.composer [role="alert"]:has-text("conversations may take 16 MB in this browser")');
+  await reply(page, "Three", "Four");
+  assert.equal((await lastRequest(page)).messages.length, 3);
 });
