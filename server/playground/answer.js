@@ -2,13 +2,16 @@
 
 import { Calls } from "./calls.js";
 import { describe, hideCard, showCard } from "./card.js";
-import { h } from "./dom.js";
+import { h, notTooOften } from "./dom.js";
+import { showMarkdown } from "./markdown.js";
 import { Aligner } from "./tokens.js";
 
 const ENDS = { length: "max_tokens reached", stop: "complete", tool_calls: "waits for results", abort: "ended by the server", error: "failed" };
 
 export class Answer {
-  constructor(label) {
+  // A `rich` one is shown as Markdown, and token by token where that is chosen.
+  constructor(label, rich = false) {
+    this.rich = rich;
     this.aligner = new Aligner();
     this.spans = new Map();
     this.text = "";
@@ -16,7 +19,12 @@ export class Answer {
     this.calls = new Calls();
     this.body = h("p", { class: "tokens", role: "group", "aria-label": `${label}, token by token` });
     this.end = h("p", { class: "end hint" });
-    this.element = h("div", { class: "answer" }, this.body, this.calls.element, this.end);
+    this.prose = h("div", { class: "prose" });
+    this.thoughts = h("div", { class: "prose" });
+    this.fold = h("details", { class: "reasoning", hidden: true }, h("summary", {}, "Reasoning"), this.thoughts);
+    const parts = rich ? [this.fold, this.prose] : [];
+    this.element = h("div", { class: rich ? "answer rich" : "answer" }, parts, this.body, this.calls.element, this.end);
+    this.showSoon = notTooOften(() => this.show());
     this.body.addEventListener("pointerover", (event) => this.point(event.target));
     this.body.addEventListener("pointerleave", () => this.body.contains(document.activeElement) || hideCard());
     this.body.addEventListener("click", (event) => this.point(event.target));
@@ -31,6 +39,7 @@ export class Answer {
     if (calls.length) this.calls.feed(calls);
     if (this.calls.length) tokens = this.aligner.tokens = []; // they spell the call
     for (const span of this.aligner.feed(reasoning + text, tokens, finish != null)) this.body.append(this.draw(span));
+    this.showSoon();
     if (finish != null) this.close(finish, reason);
   }
 
@@ -47,12 +56,19 @@ export class Answer {
 
   // An answer of before, whose tokens nobody has kept.
   static of({ content, reasoning_content: reasoning = "", tool_calls: calls = [] }) {
-    const answer = new Answer("Answer");
+    const answer = new Answer("Answer", true);
     answer.text = content;
     answer.reasoning = reasoning;
-    answer.body.append(reasoning + content);
+    answer.show();
     answer.calls.feed(calls.map((call, index) => ({ index, ...call })));
     return answer;
+  }
+
+  show() {
+    if (!this.rich) return;
+    showMarkdown(this.prose, this.text);
+    showMarkdown(this.thoughts, this.reasoning);
+    this.fold.hidden = !this.reasoning;
   }
 
   // Text that came before the answer, such as the prompt that it continues.
@@ -64,6 +80,7 @@ export class Answer {
     const why = typeof reason === "string" && reason ? ` (${JSON.stringify(reason)})` : "";
     this.end.textContent = finish === "stopped" ? "stopped by you" : `${ENDS[finish] ?? finish}${why}`;
     this.end.dataset.finish = finish;
+    this.show();
   }
 
   draw(span) {
@@ -81,6 +98,7 @@ export class Answer {
     );
     element.style.setProperty("--doubt", (1 - probability).toFixed(3));
     this.spans.set(element, span);
+    this.element.classList.add("scored");
     return element;
   }
 

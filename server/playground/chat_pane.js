@@ -31,7 +31,8 @@ export class ChatPane {
     this.composer = new Composer(this.session, this.meter, context.changed, () => this.start());
     this.input = this.composer.input;
     this.system = systemField(() => this.remember());
-    this.element = h("div", {}, this.system.parentElement, this.thread.element, this.composer.element, this.session.said);
+    const top = h("div", { class: "chat-top" }, this.system.parentElement, this.thread.toggle);
+    this.element = h("div", {}, top, this.thread.element, this.composer.element, this.session.said);
     this.history = new History(context.store, {
       open: (conversation) => this.open(conversation),
       begin: () => this.begin(),
@@ -139,7 +140,7 @@ export class ChatPane {
     conversation.title ||= titleFrom(messages[0].content);
     this.thread.draw(messages);
     const job = { makeBody: () => this.body([]), place: this.thread.begin(), meter: this.meter, beams: this.context.beams };
-    const answers = await this.session.run(this.path, [{ ...job, onNews: this.saver(conversation) }]);
+    const answers = await this.session.run(this.path, [{ ...job, onNews: this.saver(conversation), rich: true }]);
     if (!answers) conversation.messages = before;
     else if (!answers[0].isEmpty) {
       const message = answers[0].message();

