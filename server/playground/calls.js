@@ -37,7 +37,8 @@ export class Calls {
 
   makeCard() {
     const [name, given, result] = [h("code"), h("code"), h("div")];
-    this.items.append(h("li", { class: "call" }, h("p", {}, "Calls ", name), h("pre", { tabindex: "0", "aria-label": "Arguments" }, given), result));
+    const box = h("pre", { tabindex: "0", role: "group", "aria-label": "Arguments" }, given);
+    this.items.append(h("li", { class: "call" }, h("p", {}, "Calls ", name), box, result));
     return { name, given, result };
   }
 
@@ -79,7 +80,7 @@ export class Calls {
     this.button?.remove();
     this.cards.forEach(({ result }, place) => {
       const content = results[place]?.content;
-      const box = [h("p", { class: "caption" }, "Result"), h("pre", { tabindex: "0", "aria-label": "Result" }, content ?? "")];
+      const box = [h("p", { class: "caption" }, "Result"), h("pre", { tabindex: "0", role: "group", "aria-label": "Result" }, content ?? "")];
       result.replaceChildren(...(content === undefined ? [] : box));
     });
   }

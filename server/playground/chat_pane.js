@@ -31,7 +31,7 @@ export class ChatPane {
     this.composer = new Composer(this.session, this.meter, context.changed, () => this.start());
     this.input = this.composer.input;
     this.system = systemField(() => this.remember());
-    const top = h("div", { class: "chat-top" }, this.system.parentElement, this.thread.toggle);
+    const top = h("div", { class: "chat-top" }, h("h2", { class: "unseen" }, "Conversation"), this.system.parentElement, this.thread.toggle);
     this.element = h("div", {}, top, this.thread.element, this.composer.element, this.session.said);
     this.history = new History(context.store, {
       open: (conversation) => this.open(conversation),

@@ -15,7 +15,7 @@ export function codeBlock(text, language) {
   }
   const copy = h("button", { type: "button", class: "quiet", onclick: () => copyText(text, copy) }, "Copy code");
   const top = h("div", { class: "block-top" }, h("span", {}, language), copy);
-  return h("div", { class: "block" }, top, h("pre", { tabindex: "0", "aria-label": "Code" }, code));
+  return h("div", { class: "block" }, top, h("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, code));
 }
 
 function colour(code, text, language) {

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, afterEach, before, test } from "node:test";
+import axe from "axe-core";
 import { end, launch, open, say, script } from "./browser.mjs";
 
 const URL_ = process.env.OCTAVO_URL;
@@ -444,3 +445,30 @@ test("reasoning is folded, calls have boxes, and the token view is a toggle", as
   await reload(page);
   assert.deepEqual(await page.locator(".call pre").allInnerTexts(), ['{\n  "at": 1\n}', "red", "{}", "loud"]);
 });
+
+for (const [colorScheme, width, height] of [["light", 1280, 800], ["dark", 390, 844]]) {
+  test(`axe finds nothing, ${colorScheme}, ${width} by ${height}`, async () => {
+    const page = await visit({ viewport: { width, height }, colorScheme, reducedMotion: "reduce" });
+    await page.evaluate(axe.source);
+    const check = async (state) => {
+      const { violations } = await page.evaluate(() => window.axe.run());
+      assert.deepEqual(violations.map(({ id, nodes }) => [id, nodes.map(({ html, failureSummary }) => [html, failureSummary])]), [], state);
+    };
+    await check("empty");
+    await ask(page, "Show me");
+    await say(page, { reasoning_content: "Let me see" });
+    await say(page, MARKDOWN);
+    const call = { index: 0, id: "c", type: "function", function: { name: "look", arguments: "{}" } };
+    await say(page, { tool_calls: [call] });
+    await end(page, "tool_calls");
+    await page.waitForSelector(".prose .hljs-keyword");
+    await page.click(".reasoning summary");
+    for (const box of ["#machine-box", "#settings-box"]) await page.click(`${box} > summary`);
+    await page.waitForSelector("#machine-view:not([hidden])");
+    if (width < 500) await page.click("#history-button");
+    await check("a conversation");
+    await page.keyboard.press("Escape");
+    await page.click("#tab-prompt");
+    await check("another tab");
+  });
+}
