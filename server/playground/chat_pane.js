@@ -76,6 +76,7 @@ export class ChatPane {
     if (conversation.id === this.conversation.id) return;
     this.session.stop();
     this.session.sent = null;
+    this.context.beams.start(); // the tree is that of another answer
     this.gone.delete(conversation.id);
     this.conversation = copyOf(conversation);
     const results = this.messages.splice(resultsAt(this.messages)); // without an answer they are still to be sent

@@ -40,6 +40,8 @@ const parameters = (context.parameters = new Parameters(byId("parameters"), byId
 }));
 const modes = new Modes((pane) => {
   document.body.dataset.mode = pane.name;
+  if (pane.composer) pane.composer.element.before(byId("beams"));
+  else byId("panes").after(byId("beams"));
   byId("settings").hidden = !pane.schema;
   if (pane.schema) {
     const usual = pane.schema === "chat" ? { max_tokens: "what fits" } : {};

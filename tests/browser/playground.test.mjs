@@ -12,7 +12,6 @@ import { complete, launch, open, set } from "./browser.mjs";
 const URL_ = process.env.OCTAVO_URL;
 const KEY_URL = process.env.OCTAVO_KEY_URL;
 const KEY = process.env.OCTAVO_KEY;
-const SILENT_URL = process.env.OCTAVO_SILENT_URL;
 const IMAGES_URL = process.env.OCTAVO_IMAGES_URL;
 const SPEECH_URL = process.env.OCTAVO_SPEECH_URL;
 const PICTURE = Buffer.from(
@@ -160,6 +159,9 @@ test("beams grow as a tree and settle", async () => {
   const { choices } = await complete(URL_, { prompt: "One captain", num_beams: 4, max_tokens: 16 });
   const [shown] = await answers(page, "prompt");
   assert.ok(shown.startsWith(`One captain${choices[0].text}`));
+  await mode(page, "chat");
+  const [tree, input] = await page.evaluate(() => ["#beams", "#message"].map((name) => document.querySelector(name).getBoundingClientRect().toJSON()));
+  assert.ok(tree.height > 0 && tree.bottom <= input.top && input.bottom <= 900, "the input stays at the bottom");
 });
 
 test("the cache is a map: held while requests run, cached after them", async () => {
@@ -229,14 +231,6 @@ test("parameters are folded at first, the way to decode is marked, and defaults 
   const meanings = await page.locator("#parameters .meaning").allTextContents();
   assert.ok(meanings.length > 20 && !meanings.some((text) => text.includes("`")));
   assert.ok(await page.locator("#parameters .meaning code").count());
-});
-
-test("marks among tokens have names", async () => {
-  const names = await tab.page.evaluate(async () => {
-    const { markOf } = await import("/playground/words.js");
-    return ["</s>", "<s>", "<|im_end|>", "<|tool_call|>", "[SEP]", "<b>", " a", "<|", "<pad>"].map(markOf);
-  });
-  assert.deepEqual(names, ["end of text", "start of text", "end of text", "tool call", "end of text", null, null, null, "pad"]);
 });
 
 test("the same request is that of the answer shown", async () => {
@@ -380,7 +374,7 @@ test("an image is embedded where the model reads images", { skip: !IMAGES_URL },
   assert.deepEqual(images.complaints, []);
   const { page: plain } = tab;
   await mode(plain, "embeddings");
-  assert.equal(await plain.locator('input[type="file"]').count(), 0);
+  assert.equal(await plain.locator('#pane-embeddings input[type="file"]').count(), 0);
 });
 
 test("sound is transcribed where the model hears", { skip: !SPEECH_URL }, async () => {
@@ -450,7 +444,7 @@ test("by keyboard alone", async () => {
   assert.deepEqual(nameless, []);
 });
 
-test("tokens are found in the text that they make", async () => {
+test("tokens are found in the text that they make, marks have names, and requests labels", async () => {
   const { page } = tab;
   const found = await page.evaluate(async () => {
     const { Aligner } = await import("/playground/tokens.js");
@@ -477,29 +471,29 @@ test("tokens are found in the text that they make", async () => {
     nothing: [["text", []], [" only", []]],
     special: [["a", ["a"]], ["b", ["<x>", "b"]]],
   });
-});
-
-test("a label is the end of a CRC-32", async () => {
-  const label = await tab.page.evaluate(async () => (await import("/playground/labels.js")).labelOf("123456789"));
-  assert.equal(label, "cbf43926".slice(-5)); // the check value of the standard
-});
-
-for (const colorScheme of ["light", "dark"]) {
-  test(`nothing overflows on a phone, ${colorScheme}`, async () => {
-    const phone = await open(browser, URL_, { viewport: { width: 320, height: 640 }, colorScheme, hasTouch: true, isMobile: true, reducedMotion: "reduce" });
-    const { page } = phone;
-    await page.waitForSelector('[role="tab"]');
-    await page.click("#settings-box > summary");
-    assert.ok(await page.locator('#parameters [name="temperature"]').isVisible());
-    await page.click("#machine-box > summary");
-    await page.waitForSelector("#machine-view:not([hidden])");
-    await page.click("#machine-view summary");
-    const width = await page.evaluate(() => document.documentElement.scrollWidth);
-    assert.ok(width <= 320, `${width} pixels wide`);
-    await phone.context.close();
-    assert.deepEqual(phone.complaints, []);
+  const names = await page.evaluate(async () => {
+    const { markOf } = await import("/playground/words.js");
+    return ["</s>", "<s>", "<|im_end|>", "<|tool_call|>", "[SEP]", "<b>", " a", "<|", "<pad>"].map(markOf);
   });
-}
+  assert.deepEqual(names, ["end of text", "start of text", "end of text", "tool call", "end of text", null, null, null, "pad"]);
+  const label = await page.evaluate(async () => (await import("/playground/labels.js")).labelOf("123456789"));
+  assert.equal(label, "cbf43926".slice(-5)); // the end of the standard's check value of CRC-32
+});
+
+test("nothing overflows on a small phone", async () => {
+  const phone = await open(browser, URL_, { viewport: { width: 320, height: 640 }, hasTouch: true, isMobile: true, reducedMotion: "reduce" });
+  const { page } = phone;
+  await page.waitForSelector('[role="tab"]');
+  await page.click("#settings-box > summary");
+  assert.ok(await page.locator('#parameters [name="temperature"]').isVisible());
+  await page.click("#machine-box > summary");
+  await page.waitForSelector("#machine-view:not([hidden])");
+  await page.click("#machine-view summary");
+  const width = await page.evaluate(() => document.documentElement.scrollWidth);
+  assert.ok(width <= 320, `${width} pixels wide`);
+  await phone.context.close();
+  assert.deepEqual(phone.complaints, []);
+});
 
 test("a server with a key asks for it, and keeps it in this tab only", { skip: !KEY_URL }, async () => {
   const locked = await open(browser, KEY_URL);
@@ -523,8 +517,8 @@ test("a server with a key asks for it, and keeps it in this tab only", { skip: !
   assert.deepEqual(locked.complaints.filter((text) => !/401/.test(text)), []);
 });
 
-test("a feed that is switched off is not asked for", { skip: !SILENT_URL }, async () => {
-  const silent = await open(browser, SILENT_URL);
+test("a feed that is switched off is not asked for", { skip: !IMAGES_URL }, async () => {
+  const silent = await open(browser, IMAGES_URL);
   await silent.page.waitForSelector('[role="tab"]');
   await silent.page.waitForFunction(() => /switched off/.test(document.querySelector("#feed-state").textContent));
   assert.ok(await silent.page.locator("#feed-state").isVisible());
