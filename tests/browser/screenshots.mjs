@@ -42,7 +42,7 @@ async function ask(page) {
   await page.evaluate(() => (document.querySelector("#settings-box").open = false));
   await page.fill("#message", "What is a KV cache?");
   await page.press("#message", "Enter");
-  await page.waitForSelector("#pane-chat .end[data-finish]");
+  await page.waitForSelector("#pane-chat .end[data-finish]", { state: "attached" });
 }
 
 for (const colorScheme of ["light", "dark"]) {
