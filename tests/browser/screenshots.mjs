@@ -79,6 +79,7 @@ for (const colorScheme of ["light", "dark"]) {
   const { page, context } = await open(browser, url, phone);
   await ready(page);
   await ask(page);
+  await page.evaluate(() => scrollTo(0, 0));
   await picture(page, "phone");
   await context.close();
 }
