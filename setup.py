@@ -106,7 +106,7 @@ def layout() -> dict[str, object]:
 
 DATA = {
     "engine": ["py.typed", "backends/native/src/*", "backends/native/prebuilt/*", "text/chat_templates/*.jinja"],
-    "server": ["py.typed", "answering/*_formats/*.json", "demo/*/*", "playground/*"],
+    "server": ["py.typed", "answering/*_formats/*.json", "demo/*/*", "playground/*", "playground/vendor/*"],
     "cli": ["py.typed", "commands/families.json"],
 }
 

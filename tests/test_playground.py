@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,7 @@ from server.serving import uvicorn_config
 
 KEY = "sk-playground"
 NAMES = list(asset_names())
+OURS = [name for name in NAMES if not name.startswith("vendor/")]
 PATHS = ["/", *(PREFIX + name for name in NAMES if name != PAGE)]
 
 
@@ -130,9 +132,9 @@ def test_the_page_refers_to_its_own_files_only() -> None:
 
 
 def test_the_scripts_import_each_other_and_all_are_used() -> None:
-    scripts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in NAMES if name.endswith(".js")}
-    imports = {name: set(re.findall(r'from "\./([^"]+)"', text)) for name, text in scripts.items()}
-    assert set().union(*imports.values()) == set(scripts) - {"main.js"}
+    scripts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in OURS if name.endswith(".js")}
+    imports = {name: set(re.findall(r'(?:from |import\()"\./([^"]+)"', text)) for name, text in scripts.items()}
+    assert set().union(*imports.values()) == {name for name in NAMES if name.endswith(".js")} - {"main.js"}
     for name, text in scripts.items():
         assert len(text.splitlines()) <= 200, name
         assert all(len(line) <= 160 for line in text.splitlines()), name
@@ -140,12 +142,22 @@ def test_the_scripts_import_each_other_and_all_are_used() -> None:
             assert word not in text, f"{name} uses {word}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OURS)
 def test_no_file_names_another_place(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^\s\"')]+", text)) <= {"http://www.w3.org/2000/svg"}
     assert "@import" not in text
     assert not re.search(r"(?<![a-z])url\(", text)
+
+
+def test_libraries_are_those_that_the_list_names_with_their_licences() -> None:
+    folder = FOLDER / "vendor"
+    listed = re.findall(r"^\| (\S+\.js) \| (\S+) .* \| (\w{64}) \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.js")}
+    assert {name: digest for name, _, digest in listed} == found
+    assert sum(path.stat().st_size for path in folder.glob("*.js")) < 350_000
+    licences = (folder / "LICENSES.txt").read_text(encoding="utf-8")
+    assert all(f"==== {name.removesuffix('.js')}" in licences for name in found)
 
 
 def test_what_the_forms_leave_out_exists() -> None:

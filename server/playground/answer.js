@@ -1,21 +1,30 @@
 // One answer, token by token. Touch, hover or focus a token to see its card; the arrow keys go from one to the next.
 
+import { Calls } from "./calls.js";
 import { describe, hideCard, showCard } from "./card.js";
-import { h } from "./dom.js";
+import { h, notTooOften } from "./dom.js";
+import { showMarkdown } from "./markdown.js";
 import { Aligner } from "./tokens.js";
 
 const ENDS = { length: "max_tokens reached", stop: "complete", tool_calls: "waits for results", abort: "ended by the server", error: "failed" };
 
 export class Answer {
-  constructor(label) {
+  // A `rich` one is shown as Markdown, and token by token where that is chosen.
+  constructor(label, rich = false) {
+    this.rich = rich;
     this.aligner = new Aligner();
     this.spans = new Map();
     this.text = "";
-    this.calls = [];
+    this.reasoning = "";
+    this.calls = new Calls();
     this.body = h("p", { class: "tokens", role: "group", "aria-label": `${label}, token by token` });
     this.end = h("p", { class: "end hint" });
-    this.called = h("ul", { class: "calls", "aria-label": "Functions that are called" });
-    this.element = h("div", { class: "answer" }, this.body, this.called, this.end);
+    this.prose = h("div", { class: "prose" });
+    this.thoughts = h("div", { class: "prose" });
+    this.fold = h("details", { class: "reasoning", hidden: true }, h("summary", {}, "Reasoning"), this.thoughts);
+    const parts = rich ? [this.fold, this.prose] : [];
+    this.element = h("div", { class: rich ? "answer rich" : "answer" }, parts, this.body, this.calls.element, this.end);
+    this.showSoon = notTooOften(() => this.show());
     this.body.addEventListener("pointerover", (event) => this.point(event.target));
     this.body.addEventListener("pointerleave", () => this.body.contains(document.activeElement) || hideCard());
     this.body.addEventListener("click", (event) => this.point(event.target));
@@ -24,28 +33,42 @@ export class Answer {
     this.body.addEventListener("keydown", (event) => this.move(event));
   }
 
-  feed({ text, tokens, finish, reason, calls }) {
+  feed({ text, reasoning = "", tokens, finish, reason, calls }) {
     this.text += text;
-    if (calls.length) this.call(calls);
+    this.reasoning += reasoning;
+    if (calls.length) this.calls.feed(calls);
     if (this.calls.length) tokens = this.aligner.tokens = []; // they spell the call
-    for (const span of this.aligner.feed(text, tokens, finish != null)) this.body.append(this.draw(span));
+    for (const span of this.aligner.feed(reasoning + text, tokens, finish != null)) this.body.append(this.draw(span));
+    this.showSoon();
     if (finish != null) this.close(finish, reason);
   }
 
-  call(news) {
-    for (const { index, id, function: called } of news) {
-      const call = (this.calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } });
-      call.function.name += called?.name ?? "";
-      call.function.arguments += called?.arguments ?? "";
-    }
-    const items = this.calls.map((call) => h("li", {}, "calls ", h("code", {}, `${call.function.name}(${call.function.arguments})`)));
-    this.called.replaceChildren(...items);
+  get isEmpty() {
+    return !this.text && !this.reasoning && !this.calls.length;
   }
 
   // As it goes on in a conversation.
   message() {
     const said = { role: "assistant", content: this.text };
-    return this.calls.length ? { ...said, tool_calls: this.calls } : said;
+    if (this.reasoning) said.reasoning_content = this.reasoning;
+    return this.calls.length ? { ...said, tool_calls: this.calls.list } : said;
+  }
+
+  // An answer of before, whose tokens nobody has kept.
+  static of({ content, reasoning_content: reasoning = "", tool_calls: calls = [] }) {
+    const answer = new Answer("Answer", true);
+    answer.text = content;
+    answer.reasoning = reasoning;
+    answer.show();
+    answer.calls.feed(calls.map((call, index) => ({ index, ...call })));
+    return answer;
+  }
+
+  show() {
+    if (!this.rich) return;
+    showMarkdown(this.prose, this.text);
+    showMarkdown(this.thoughts, this.reasoning);
+    this.fold.hidden = !this.reasoning;
   }
 
   // Text that came before the answer, such as the prompt that it continues.
@@ -57,6 +80,7 @@ export class Answer {
     const why = typeof reason === "string" && reason ? ` (${JSON.stringify(reason)})` : "";
     this.end.textContent = finish === "stopped" ? "stopped by you" : `${ENDS[finish] ?? finish}${why}`;
     this.end.dataset.finish = finish;
+    this.show();
   }
 
   draw(span) {
@@ -74,6 +98,7 @@ export class Answer {
     );
     element.style.setProperty("--doubt", (1 - probability).toFixed(3));
     this.spans.set(element, span);
+    this.element.classList.add("scored");
     return element;
   }
 

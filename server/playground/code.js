@@ -100,7 +100,7 @@ export class Code {
       "details",
       { class: "listing", open: title === "curl" },
       h("summary", {}, title),
-      h("pre", { tabindex: "0", "aria-label": `The request as ${title}` }, text),
+      h("pre", { tabindex: "0", role: "group", "aria-label": `The request as ${title}` }, text),
       copy,
     );
     return { element, text, write };

@@ -30,3 +30,18 @@ export function oncePerFrame(draw) {
     });
   };
 }
+
+const PAUSE = 80; // milliseconds
+
+// For what takes longer the longer a text is.
+export function notTooOften(draw) {
+  let due = false;
+  return () => {
+    if (due) return;
+    due = true;
+    setTimeout(() => {
+      due = false;
+      draw();
+    }, PAUSE);
+  };
+}

@@ -4,6 +4,11 @@
 import { withoutFiles } from "./uploads.js";
 
 const MARK = "#request=";
+const CHAT = "#chat=";
+
+export const conversationLink = (id) => CHAT + id;
+
+export const linkedConversation = () => (location.hash.startsWith(CHAT) ? location.hash.slice(CHAT.length) : null);
 
 export function linkTo(path, body) {
   const { model, stream, ...rest } = JSON.parse(withoutFiles(body, () => undefined));

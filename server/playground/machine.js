@@ -44,6 +44,7 @@ export class Machine {
   }
 
   say(message) {
+    byId("machine-summary").hidden = Boolean(message);
     byId("feed-state").textContent = message;
     byId("feed-state").hidden = !message;
     byId("machine-view").hidden = Boolean(message);
@@ -51,9 +52,10 @@ export class Machine {
 
   show(frame) {
     if (frame.engine !== "up") return this.say("The engine is being started again …");
-    if (!frame.pages.total) this.say("This model reads its inputs whole: it has no paged cache.");
-    else this.say("");
+    if (!frame.pages.total) return this.say("This model reads its inputs whole: it has no paged cache.");
+    this.say("");
     this.colours.see([...frame.running, ...frame.waiting].map((item) => item.request));
+    this.summarise(frame);
     this.showGauges(frame);
     this.map.show(frame);
     this.showList("running", "Running", frame.running, frame.num_running);
@@ -61,6 +63,15 @@ export class Machine {
     byId("machine").dataset.held = frame.pages.held;
     byId("machine").dataset.cached = frame.pages.cached;
     byId("machine").dataset.frames = Number(byId("machine").dataset.frames ?? 0) + 1;
+  }
+
+  // All that is seen while the box is folded, and a bar for the whole cache.
+  summarise({ num_running: running, num_waiting: waiting, pages }) {
+    const percent = (count) => `${((100 * count) / pages.total).toFixed(count && count < pages.total / 10 ? 1 : 0)}%`;
+    byId("machine-summary").textContent = `${running} running, ${waiting} queued, cache ${percent(pages.held)} in use`;
+    const shares = byId("shares");
+    shares.setAttribute("aria-label", `Cache: ${percent(pages.held)} in use, ${percent(pages.cached)} kept, ${percent(pages.free)} free`);
+    for (const name of ["held", "cached"]) shares.style.setProperty(`--${name}-share`, pages[name] / pages.total);
   }
 
   showGauges(frame) {

@@ -7,7 +7,7 @@ import { ChatPane } from "./chat_pane.js";
 import { Code } from "./code.js";
 import { byId, h } from "./dom.js";
 import { setUpKey } from "./key.js";
-import { linkedRequest } from "./link.js";
+import { conversationLink, linkedConversation, linkedRequest } from "./link.js";
 import { Machine } from "./machine.js";
 import { Modes } from "./modes.js";
 import { NumbersPane, numberPaths } from "./numbers_pane.js";
@@ -15,6 +15,7 @@ import { Parameters } from "./parameters.js";
 import { PromptPane } from "./prompt_pane.js";
 import { loadSchemas } from "./schema.js";
 import { SpeechPane } from "./speech_pane.js";
+import { Store } from "./store.js";
 
 const ALTERNATIVES = 5; // of each token
 const LENGTH = 120; // tokens of an answer to a prompt, where the server's own default is a line
@@ -23,6 +24,8 @@ const context = {
   beams: new BeamTree(byId("beams"), byId("beam-tree")),
   changed: () => showCode(),
   mine: (id) => machine.mine(id),
+  // The conversation that is open stands in the address, so that a reload finds it.
+  place: (id) => history.replaceState(null, "", id ? conversationLink(id) : location.pathname + location.search),
   // What the page asks for to show more than the text; the listings leave it out.
   extras: (path) => ({
     ...(path.includes("chat") ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES }),
@@ -31,8 +34,14 @@ const context = {
 };
 const machine = new Machine();
 const code = new Code(byId("code"), byId("code-title"), byId("copy-link"));
-const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => showCode()));
+const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => {
+  modes.current?.remember?.();
+  showCode();
+}));
 const modes = new Modes((pane) => {
+  document.body.dataset.mode = pane.name;
+  if (pane.composer) pane.composer.element.before(byId("beams"));
+  else byId("panes").after(byId("beams"));
   byId("settings").hidden = !pane.schema;
   if (pane.schema) {
     const usual = pane.schema === "chat" ? { max_tokens: "what fits" } : {};
@@ -48,8 +57,10 @@ function showCode() {
   if (pane) code.show(pane.path, pane.session.sent, () => pane.body(), Boolean(pane.schema));
 }
 
-// A link's request, in the forms that it is made with. Nothing is sent.
+// A link's request, in the forms that it is made with, or a conversation. Nothing is sent.
 function openLink() {
+  const conversation = context.store?.all.get(linkedConversation());
+  if (conversation) return modes.panes?.find((pane) => pane.name === "chat")?.open(conversation);
   const request = linkedRequest();
   if (!request || !modes.panes) return;
   const pane = modes.panes.find((one) => one.path === request.path && one.fill);
@@ -89,6 +100,7 @@ async function connect() {
   try {
     const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
     const [model] = models.data;
+    if (!context.store) await (context.store = new Store()).open();
     Object.assign(context, { model, schemas, isSeq2seq: model.max_encoder_len != null });
     context.examples = { chat: "What is a KV cache?", prompt: examplePrompt(model) };
     describeModel(model);
@@ -109,6 +121,10 @@ async function connect() {
 }
 
 addEventListener("hashchange", openLink);
-document.addEventListener("keydown", (event) => event.key === "Escape" && hideCard());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  hideCard();
+  modes.current?.session.stop();
+});
 setUpKey(connect);
 connect();

@@ -13,7 +13,7 @@ export class Meter {
     this.parts = Object.fromEntries(
       ["first", "rate", "count", "cached"].map((name) => [name, h("span", { class: "reading", "data-reading": name })]),
     );
-    this.element = h("p", { class: "meter", "aria-label": "Speed" }, Object.values(this.parts));
+    this.element = h("p", { class: "meter", role: "group", "aria-label": "Speed" }, Object.values(this.parts));
   }
 
   start() {

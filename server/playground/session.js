@@ -26,7 +26,7 @@ export class Session {
     this.abort?.abort();
   }
 
-  // Each job is {makeBody, place, meter, beams}: its place is filled with the answers to what it asks. Jobs run beside
+  // Each job is {makeBody, place, meter, beams, onNews, rich}: its place is filled with the answers to what it asks. Jobs run beside
   // each other. Gives the answers of the first, or null where there are none.
   async run(path, jobs, given = "") {
     if (this.running) return null;
@@ -50,14 +50,14 @@ export class Session {
     }
   }
 
-  async follow(path, chosen, { place, meter, beams }, given) {
+  async follow(path, chosen, { place, meter, beams, onNews, rich }, given) {
     const body = { ...chosen, ...this.context.extras(path), stream: true };
     body.stream_options = { include_usage: true, continuous_usage_stats: true };
     const answers = new Map();
     let searches = false;
     const answer = (index, many) => {
       if (!answers.has(index)) {
-        const made = new Answer(many ? `Answer ${index + 1}` : "Answer");
+        const made = new Answer(many ? `Answer ${index + 1}` : "Answer", rich);
         if (given) made.precede(given);
         answers.set(index, made);
         place.append(made.element);
@@ -74,6 +74,7 @@ export class Session {
           beams?.feed(news.beams);
         }
         for (const piece of news.pieces) answer(piece.index, many).feed(piece);
+        onNews?.(answers.get(0));
         meter.feed(news.usage, searches);
       }
       this.said.textContent = `The answer is complete: ${meter.tokens ?? 0} tokens.`;
@@ -84,7 +85,7 @@ export class Session {
         this.said.textContent = "Stopped.";
         return [...answers.values()];
       }
-      if (![...answers.values()].some((item) => item.text)) place.replaceChildren();
+      if (![...answers.values()].some((item) => !item.isEmpty)) place.replaceChildren();
       this.explain(error);
       return null;
     }

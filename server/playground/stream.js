@@ -3,7 +3,7 @@
 import { ApiError, ask } from "./api.js";
 import { events } from "./sse.js";
 
-// Yields {pieces, usage, beams, id}; a piece is {index, text, tokens, finish}.
+// Yields {pieces, usage, beams, id}; a piece is {index, text, reasoning, tokens, finish}.
 export async function* generate(path, body, signal) {
   const response = await ask(path, { body, signal });
   for await (const data of events(response)) {
@@ -17,9 +17,10 @@ export async function* generate(path, body, signal) {
 
 function readPiece(choice) {
   const { index, logprobs, finish_reason: finish } = choice;
-  const text = choice.text ?? choice.delta.content ?? choice.delta.reasoning_content ?? "";
+  const text = choice.text ?? choice.delta.content ?? "";
+  const reasoning = choice.delta?.reasoning_content ?? "";
   const calls = choice.delta?.tool_calls ?? [];
-  return { index, text, finish, calls, reason: choice.stop_reason, tokens: logprobs ? readTokens(logprobs) : [] };
+  return { index, text, reasoning, finish, calls, reason: choice.stop_reason, tokens: logprobs ? readTokens(logprobs) : [] };
 }
 
 // A token is {text, logprob, top}; `top` has the most probable ones, best first.

@@ -60,8 +60,9 @@ class Asset:
 
 
 def asset_names() -> Iterator[str]:
-    """The files that the page is made of."""
-    yield from sorted(path.name for path in FOLDER.iterdir() if path.suffix in _TYPES)
+    """The files that the page is made of, those of other people's libraries (vendor/) included."""
+    files = (*FOLDER.iterdir(), *(FOLDER / "vendor").iterdir())
+    yield from sorted(path.relative_to(FOLDER).as_posix() for path in files if path.suffix in _TYPES)
 
 
 def open_paths() -> frozenset[str]:

@@ -50,3 +50,33 @@ export async function complete(url, body) {
   if (!response.ok) throw new Error(await response.text());
   return response.json();
 }
+
+// From here on a chat's answers are what the test says: `say(page, delta)` sends a piece, `end(page)` completes the answer.
+// `page.evaluate(() => window.asked)` has the requests' bodies.
+export const script = (page) =>
+  page.evaluate(() => {
+    const real = window.fetch;
+    window.asked = [];
+    window.fetch = (url, options) => {
+      if (!String(url).endsWith("/v1/chat/completions")) return real(url, options);
+      window.asked.push(JSON.parse(options.body));
+      const encoder = new TextEncoder();
+      const body = new ReadableStream({
+        start(controller) {
+          const send = (data) => controller.enqueue(encoder.encode(`data: ${data}\n\n`));
+          window.say = (delta, finish_reason = null, logprobs = null) =>
+            send(JSON.stringify({ id: "chat-1", choices: [{ index: 0, delta, finish_reason, logprobs }] }));
+          window.close = () => (send("[DONE]"), controller.close());
+          options.signal.addEventListener("abort", () => controller.error(options.signal.reason));
+        },
+      });
+      return Promise.resolve(new Response(body));
+    };
+  });
+
+export const say = (page, delta) => page.evaluate((news) => window.say(news), typeof delta === "string" ? { content: delta } : delta);
+
+export async function end(page, finish = "stop") {
+  await page.evaluate((why) => (window.say({}, why), window.close()), finish);
+  await page.waitForFunction(() => !document.querySelector('[aria-busy="true"]'));
+}

@@ -19,7 +19,7 @@ async function visit(number) {
 }
 
 async function ready(page) {
-  await page.waitForSelector("#machine-view:not([hidden])");
+  await page.waitForSelector("#machine-view:not([hidden])", { state: "attached" });
   await page.waitForSelector('[role="tab"]');
 }
 
@@ -42,17 +42,20 @@ async function ask(page) {
   await page.evaluate(() => (document.querySelector("#settings-box").open = false));
   await page.fill("#message", "What is a KV cache?");
   await page.press("#message", "Enter");
-  await page.waitForSelector("#pane-chat .end[data-finish]");
+  await page.waitForSelector("#pane-chat .end[data-finish]", { state: "attached" });
 }
 
 for (const colorScheme of ["light", "dark"]) {
   const { page, context } = await open(browser, url, { viewport: { width: 1300, height: 740 }, colorScheme });
   await ready(page);
   await ask(page);
+  await page.click(".toggle");
+  await page.click("#machine-box > summary");
+  await page.click("#machine-view summary");
   on = true;
   const visitors = [...Array(9).keys()].map(visit);
   await busy(page);
-  await page.evaluate(() => scrollTo(0, 0));
+  await page.evaluate(() => document.querySelector("#gauges").scrollIntoView());
   await page.locator("#pane-chat .token").first().hover();
   await picture(page, colorScheme);
   on = false;
