@@ -14,7 +14,7 @@ of medians in this run. Work:
     gguf-load    how long both take to load such files of 1.1 billion parameters: warm, and cold, which is from the disk
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
-                 and widened as without it); the same shape
+                 and widened); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
     overhead     what of a step with 32 rows is not the model
     first-token  what HTTP adds to the first token of a request that is alone
