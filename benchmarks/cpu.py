@@ -16,7 +16,7 @@ of medians in this run. Work:
     sizes        decode and prefill of models as people run them (--shape 0.5B 1.5B 3B 8B, --formats), in llama.cpp and
                  Octavo on the same file, and the memory of both; each row is kept as it appears
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
-                 and widened as without it); the same shape
+                 and widened); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
     overhead     what of a step with 32 rows is not the model
     first-token  what HTTP adds to the first token of a request that is alone

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from engine import LLM, SamplingParams
 from engine.backends import native
-from engine.model import layers
+from engine.model import layers, quantised_loading
 from engine.model.experts import ExpertMatrices
 from engine.model.gguf.container import read_gguf
 from engine.model.layers import Linear
@@ -86,7 +86,8 @@ def rounded_as_by_llama_cpp(kind: str, vocabulary: int) -> Iterator[None]:
         held = round_to_q4_0(weight.detach()) if few else round_to_q8_0(weight.detach())
         return PackedProduct(lambda x: F.linear(round_to_q8_0(x), held, bias), invariant=False)
 
-    with mock.patch.object(layers, "pack_product", pack):
+    whole = mock.patch.object(quantised_loading, "takes_parts", return_value=False)
+    with mock.patch.object(layers, "pack_product", pack), whole:
         yield
 
 
@@ -109,8 +110,7 @@ def open_model(model: Path, case: str) -> LLM:
         settings["quantization"] = kind
     if kind in ("widened", "stored"):
         settings["skip_tokenizer_init"] = True  # the files have none
-    if kind == "stored":
-        settings["quantization"] = kind
+        settings["quantization"] = "stored" if kind == "stored" else "none"
     settings |= {
         "device": "cpu",
         "quantization_cache": "off",

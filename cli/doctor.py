@@ -222,6 +222,8 @@ def check_memory(facts: ModelFacts) -> Finding:
             "memory."
         )
     found += f"; {_size(facts.free)} are free on {facts.device}"
+    if facts.resident:
+        found += f"; the engine takes {_size(facts.resident)} before its first request, {_size(facts.peak)} to load"
     left = facts.free - facts.weights - facts.pages
     if left < 0:
         return Finding("memory", "FAIL", found, fix)

@@ -52,7 +52,7 @@ class EngineConfig:
             bfloat16.
         quantization: weights of matrices made int8 or int4 (scales for each 32 inputs of an output) or int8-fast (one
             for each output: faster, less exact, on a CPU alone) while they load, or stored: those that a checkpoint has
-            in few bits stay about as small; embeddings keep the dtype (default: none).
+            in few bits stay about as small, or none: they get the dtype (default: stored on a CPU, none on a GPU).
         quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
             octavo/quantization in the user's cache).
         device: cpu, cuda (or cuda:N), auto.

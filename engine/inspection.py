@@ -35,11 +35,14 @@ from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored
 from engine.model.retrieval import read_folder
 from engine.model.transformer import Transformer
-from engine.model.weight_files import Checkpoint, weight_files
+from engine.model.weight_files import MAPPED, Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
 from engine.text.processor import load_tokenizer
+
+PROCESS, IMPORTED = 310 << 20, 220 << 20
+"""What the engine's process takes on a CPU beside a model at rest, and when it begins to load one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class ModelFacts:
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or as few bits as the settings say.
         weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no weights of few bits.
+        resident: what the engine's process takes on a CPU before its first request; 0 on a GPU.
+        peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
         max_num_seqs: most requests of which each has a row in a step.
@@ -107,6 +112,8 @@ class ModelFacts:
     free: int
     tasks: tuple[Task, ...] = ("generate",)
     quantization: str | None = None
+    resident: int = 0
+    peak: int = 0
     weights_as_stored: int = 0
     stored: dict[str, int] = field(default_factory=dict)
     hears: bool = False
@@ -201,8 +208,13 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             table = weight_table(hf_config, spec)
             checkpoint.rename(table)
             mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
-            as_stored = model.weight_bytes("stored") if checkpoint.has_few_bits else 0
-    weights = model.weight_bytes(quantization)
+            as_stored = model.weight_bytes("stored", device) if checkpoint.has_few_bits else 0
+    weights = model.weight_bytes(quantization, device)
+    resident = peak = 0
+    if device.type == "cpu":
+        held = weights + model.buffer_bytes
+        resident = held + PROCESS
+        peak = max(resident, held + model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
     if paged:
@@ -221,6 +233,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         kv_cache_dtype=format_name(cache_dtype),
         weights=weights,
         weights_as_stored=as_stored,
+        resident=resident,
+        peak=peak,
         num_blocks=num_blocks,
         pages=pages,
         max_num_seqs=limits.max_num_seqs,

@@ -29,12 +29,14 @@ from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution import starting
-from engine.inspection import inspect_model
+from engine.inspection import PROCESS, inspect_model
 from engine.model import checkpoint, quantised_loading
+from engine.model.embedding import TokenEmbedding
 from engine.model.gguf import blocks
 from engine.model.gguf import folder as folders
 from engine.model.gguf.blocks import as_quantised, dequantise, find_format, numbers_of
 from engine.model.gguf.folder import stand_in
+from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
 from engine.model.quantisation import Parts
@@ -67,7 +69,7 @@ def llama(gguf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    engine = make_engine(path, skip_tokenizer_init=True, **settings)
+    engine = make_engine(path, skip_tokenizer_init=True, **{"quantization": "none"} | settings)
     found = [tokens for (tokens,) in run(engine, [Job(prompt, GREEDY) for prompt in prompts])]
     engine.close()
     return found
@@ -109,16 +111,22 @@ def test_it_is_quantised_again_and_kept(
     assert not any("_proj" in name for name in read), "they were kept"
 
 
-def test_8_bits_are_not_rounded_twice(gguf: Any, tmp_path: Path) -> None:
-    """The output matrix that shares a table of Q8_0 is made anew, of the numbers that the table has."""
+@pytest.mark.parametrize("format", ["Q8_0", "Q5_0"])
+def test_a_tied_table_is_kept_once(format: str, gguf: Any, tmp_path: Path) -> None:
+    """An output matrix keeps the numbers of its table, and tokens are looked up there."""
     path = tmp_path / "tiny.gguf"
-    model = write_file(path, KINDS["llama-biases"], formats=("Q8_0",))
+    model = write_file(path, KINDS["llama-biases"], formats=(format,))
     engine = make_engine(path, skip_tokenizer_init=True, quantization="stored")
     (head,) = [module for module, kind in engine.runner.model.matrices("stored") if kind and module.shared]
     assert isinstance(head, Linear)
     held = head.packed and head.packed.native
     assert held is not None
-    torch.testing.assert_close(gemm.unpack(held), model.state_dict()["lm_head.weight"], rtol=1e-6, atol=2e-6)
+    table = model.state_dict()["lm_head.weight"]
+    torch.testing.assert_close(gemm.unpack(held), table, rtol=1e-6, atol=2e-6)
+    embedding = engine.runner.model.decoder.embedding
+    assert embedding.tokens.numel() == head.weight.numel() == 0
+    ids = torch.tensor([5, 0, 5, len(table) - 1])
+    assert torch.equal(embedding.look_up(ids, torch.float32), table[ids])
     engine.close()
 
 
@@ -160,18 +168,51 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
     assert Parts(("int4", "q5_1", "q4_0"), (64, 32, 32)) in found
     assert {"q5_1", None} < found
     assert "int8" not in found
+    embedding, ids = engine.runner.model.decoder.embedding, torch.tensor([7, 0, 7])
+    assert embedding.tokens.numel() == 0
+    assert torch.equal(embedding.look_up(ids, torch.float32), plain["model.embed_tokens.weight"][ids])
     assert "were taken as they are stored" in caplog.text
     assert "become int8" not in caplog.text
     prompt = random_prompt(KINDS["llama"].shape.vocab, 3, 40)
     small = logprobs(engine, prompt)
     engine.close()
-    engine = make_engine(path, skip_tokenizer_init=True)
+    engine = make_engine(path, skip_tokenizer_init=True, quantization="none")
     exact = logprobs(engine, prompt)
     engine.close()
     assert 0 < float((small - exact).abs().median() / exact.std()) < 0.05
     facts = {kind: inspect_model(EngineConfig(model=str(path), device="cpu", **settings | {"quantization": kind}))
              for kind in ("none", "int8", "stored")}  # fmt: skip
     assert facts["stored"].weights < facts["none"].weights
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "quantization"),
+    [("llama-biases", ("Q8_0",), None), ("llama", ("Q4_0",), None), ("llama-biases", ("BF16",), None),
+     ("llama", ("BF16",), "int8"), ("llama-biases", ("Q8_0",), "none"), ("llama-biases", ("BF16",), "int4")],
+)  # fmt: skip
+def test_memory_is_what_was_predicted(
+    name: str, formats: tuple[str, ...], quantization: Any, gguf: Any, tmp_path: Path
+) -> None:
+    """Bytes of all that a model holds, counted, with one table and with two."""
+    path, shape = tmp_path / "tiny.gguf", KINDS[name].shape
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    wide = replace(shape, vocab=1024, settings=shape.settings | sizes)
+    write_file(path, replace(KINDS[name], shape=wide), formats=formats)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "quantization": quantization, "quantization_cache": "off"}
+    facts = inspect_model(EngineConfig(model=str(path), device="cpu", dtype="float32", **settings))
+    engine = make_engine(path, **settings)
+    model = engine.runner.model
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for module in model.modules():
+        if isinstance(module, Linear) and module.packed is not None:
+            assert module.packed.native is not None
+            assert not module.weight.numel()
+            held += module.packed.native.data.nbytes
+        if isinstance(module, TokenEmbedding) and isinstance(module.look_up, StoredRows):
+            held += module.look_up.octets.nbytes
+    engine.close()
+    assert facts.resident - PROCESS == pytest.approx(held, rel=0.07)
+    assert facts.peak == facts.resident, "what a model of this size takes to load"
 
 
 def test_a_single_block_is_taken() -> None:
@@ -252,7 +293,7 @@ def test_one_of_plain_numbers_is_written_in_few_bits(
     quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
     prompts = [[1, 5, 9], [4]]
     monkeypatch.setattr(quantised_loading, "form_on", lambda _device, _kind: "portable")
-    assert answers(tmp_path / "new", prompts) == answers(path, prompts, quantization="int8")
+    assert answers(tmp_path / "new", prompts, quantization=None) == answers(path, prompts, quantization="int8")
     write_file(tmp_path / "gpt2.gguf", KINDS["gpt2"], formats=("F16",))
     with pytest.raises(UnsupportedModelError, match=r"has a place for matrices .* inputs are a multiple of 32"):
         quantise_checkpoint(str(tmp_path / "gpt2.gguf"), tmp_path / "more", "int8", show_progress=False)
@@ -368,7 +409,7 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama)]) == 0
     shown = capsys.readouterr().out
     assert "tokenizer      none" in shown
-    assert "MiB with --quantization stored" in shown
+    assert "MiB in stored, on cpu" in shown
     assert "tokens fit at a time" in shown
     assert f"octavo serve {llama} --tokenizer NAME" in shown
     assert main(["models", str(llama), "--json"]) == 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -515,6 +515,47 @@ def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
         ):
             made = quantise(weight)
             torch.testing.assert_close(gemm.unpack(pack(made)), made.dense(), rtol=1e-6, atol=2e-6)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_of_packed_weights_are_the_weights(isa: str, dtype: torch.dtype) -> None:
+    """To the bit, also where the weight was packed some rows at a time."""
+    generator = torch.Generator().manual_seed(5)
+    for outputs, inputs in ((300, 71), (77, 64), (65, 1)):
+        weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+        ids = torch.randint(outputs, (150,), generator=generator)
+        cases: list[tuple[Any, Callable[..., Packed], Tensor]] = [(weight, partial(_packed_into, gemm.pack), weight)]
+        for quantise, pack in (
+            FEW_BITS["int8"],
+            FEW_BITS["int8_rotated"],
+            (gemm.quantise_int8_fast, gemm.pack_int8_fast),
+            (gemm.quantise_int4, gemm.pack_int4),
+        ):
+            made = quantise(weight)
+            cases.append((made, partial(_packed_into, pack), made.dense()))
+        with kernels_of(isa, threads=2):
+            for whole, pack_into, expected in cases:
+                packed = gemm.pack_parts(_parts(whole, outputs), outputs, None, pack_into)
+                assert torch.equal(packed.data, pack_into(whole, None).data)
+                for result in FORMATS if isinstance(whole, Quantised) else [dtype]:
+                    assert torch.equal(gemm.look_up(packed, ids, result), expected[ids].to(result))
+            for wrong in (-1, outputs):
+                with pytest.raises(ValueError, match=f"rows from 0 to {outputs - 1}"):
+                    gemm.look_up(packed, torch.tensor([0, wrong]), dtype)
+
+
+def _parts(whole: Any, outputs: int) -> Iterator[Any]:
+    for start in range(0, outputs, 128):
+        rows = slice(start, start + 128)
+        if isinstance(whole, Quantised):
+            yield replace(whole, values=whole.values[rows], scales=whole.scales[rows])
+        else:
+            yield whole[rows]
+
+
+def _packed_into(pack: Callable[..., Packed], made: Any, into: Tensor | None) -> Packed:
+    return pack(made, into=into)
 
 
 @each_isa

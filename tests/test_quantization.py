@@ -35,7 +35,7 @@ from engine.errors import ModelLoadError
 from engine.execution import loading
 from engine.execution.loading import find_quantization
 from engine.interface.outputs import RequestOutput
-from engine.model import quantisation, weights
+from engine.model import quantisation, quantised_loading, weights
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization
@@ -104,6 +104,14 @@ def by_modules(engine: Engine) -> Engine:
     return engine
 
 
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Models that are loaded meanwhile keep their plain matrices."""
+    no_parts = mock.patch.object(quantised_loading, "takes_parts", return_value=False)
+    with mock.patch.object(Linear, "pack"), no_parts:
+        yield
+
+
 def matrices(engine: Engine) -> dict[str, Linear]:
     return {name: module for name, module in engine.runner.model.named_modules() if isinstance(module, Linear)}
 
@@ -131,7 +139,7 @@ def _rotated(x: Tensor) -> Tensor:
 def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder: Callable[[str], Path]) -> None:
     """Each product of a served model lies within the bound of its own roundings: |x| times the errors of the weights,
     half a step of x times the weights, and float32's. What the errors of all add up to stays near their random sum."""
-    with mock.patch.object(Linear, "pack"):
+    with unpacked():
         plain = make_engine(folder(name))
     with recorded() as exact:
         answer(plain, name)
@@ -342,9 +350,9 @@ def test_without_kernels_the_log_says_what_is_lost(
 
 def test_sizes(checkpoint: Callable[[str], Checkpoint]) -> None:
     """By hand: 32 inputs have a scale of 16 bits, and of int4 a minimum; a row of int8-fast has a float32 one. Norms
-    and the embeddings stay, and so does the float32 bias."""
+    and the float32 bias stay, and so do embeddings which are no head's matrix as well."""
     path = checkpoint(CHECKPOINT).path
-    with mock.patch.object(Linear, "pack"):
+    with unpacked():
         plain = make_engine(path)
     sizes = {
         kind: inspect_model(EngineConfig(model=str(path), dtype="float32", device="cpu", quantization=kind)).weights
@@ -352,7 +360,7 @@ def test_sizes(checkpoint: Callable[[str], Checkpoint]) -> None:
     }
     more = dict.fromkeys(KINDS, 0)
     for name, module in matrices(plain).items():
-        groups, held = -(-module.inputs // 32), 0 if module.shared else 4 * module.inputs
+        groups, held = -(-module.inputs // 32), 4 * module.inputs
         rows = {"int8": module.inputs + 2 * groups, "int8-fast": module.inputs + 4, "int4": 20 * groups}
         if name.startswith("head"):
             rows["int4"] = rows["int8"]
@@ -373,8 +381,8 @@ def test_matrices_are_packed_while_others_load(
         events.append(name)
         return read(self, name, *others)
 
-    def packing(self: Linear, kind: Quantization | None = None, quantised: Any = None) -> None:
-        pack(self, kind, quantised)
+    def packing(self: Linear, kind: Quantization | None = None, *others: Any, **how: Any) -> None:
+        pack(self, kind, *others, **how)
         assert kind is not None
         assert self.shared or not self.weight.numel()
         events.append("packed")

@@ -220,16 +220,20 @@ def test_transformers_reads_it(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("portable")
-def test_other_checkpoints_of_the_format_are_taken_as_they_are_if_that_is_asked_for(
+def test_other_checkpoints_of_the_format_are_taken_as_they_are(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless told, their numbers are widened, as before: nothing says that activations may lose bits."""
+    """A CPU serves them as they are stored unless told otherwise, a GPU widens them."""
     folder = write(llama, tmp_path / "new", "int4")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["octavo_quantization"]
     (folder / "config.json").write_text(json.dumps(config))
     scheme = stored_scheme(read_config(folder))
-    assert find_quantization(EngineConfig(model="m"), folder, torch.device("cpu"), scheme) is None
+    defaults = {
+        device: find_quantization(EngineConfig(model="m"), folder, torch.device(device), scheme)
+        for device in ("cpu", "cuda")
+    }
+    assert defaults == {"cpu": "stored", "cuda": None}
     with caplog.at_level("INFO", "octavo.model"):
         taken = load(folder, None, "int4")
     assert "were taken as they are stored" in caplog.text

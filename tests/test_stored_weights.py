@@ -134,7 +134,7 @@ def test_what_a_conv1d_held_is_stored_as_a_linear_layer_holds_it(kind: str, tmp_
     write(file, stored)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
+    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", quantization="none"))
     assert 0 < facts.weights_as_stored < facts.weights
     found = load(tmp_path).state_dict()
     make_plain(tmp_path, plain)
@@ -152,7 +152,7 @@ def test_modules_that_are_left_plain_by_rules(tmp_path: Path) -> None:
 def test_tokens_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     """Of transformers, which reads the same numbers as plain tensors."""
     plain = checkpoint(tmp_path, *KINDS[kind])
-    engine = make_engine(tmp_path)
+    engine = make_engine(tmp_path, quantization="none")
     prompts = [random_prompt(SHAPE.vocab, seed, 3 + seed) for seed in range(4)]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     found = [tokens for (tokens,) in run(engine, [Job(prompt, greedy) for prompt in prompts])]
@@ -190,7 +190,7 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
             if taken:
                 minima = stored.quantised(name).scales[..., 1:].float().abs().repeat_interleave(32, 2).flatten(1)
                 assert ((stored.quantised(name).dense() - plain[name]).abs() <= minima * 2.0**-10).all()
-    settings: dict[str, Any] = {"quantization": "stored", "quantization_cache": "off"}
+    settings: dict[str, Any] = {"quantization_cache": "off"}
     facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", **settings))
     prompt = random_prompt(SHAPE.vocab, 1, 40)
     with caplog.at_level("INFO", "octavo.model"):
@@ -203,7 +203,8 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     assert len(matrices) == 4 * SHAPE.settings["num_hidden_layers"]
     found = logprobs(engine, prompt)
     engine.close()
-    engine = make_engine(tmp_path)
+    assert f"and kept so, in {facts.weights >> 20} MiB instead of" in caplog.text
+    engine = make_engine(tmp_path, quantization="none")
     exact = logprobs(engine, prompt)
     assert facts.quantization == "stored"
     assert facts.weights == facts.weights_as_stored
@@ -486,11 +487,11 @@ def test_damaged_checkpoints_are_errors_that_name_the_tensor(
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("kind", "part", "quantization"),
-    [("gptq-4", ".scales", None), ("awq", ".scales", "stored"), ("fp8-blocks", ".weight_scale_inv", None),
-     ("nf4", ".weight.nested_absmax", None), ("bitsandbytes-int8", ".SCB", "stored")],
+    [("gptq-4", ".scales", "none"), ("awq", ".scales", "stored"), ("fp8-blocks", ".weight_scale_inv", "none"),
+     ("nf4", ".weight.nested_absmax", "none"), ("bitsandbytes-int8", ".SCB", "stored")],
 )  # fmt: skip
 def test_scales_that_are_not_finite_are_refused_by_name(
-    kind: str, part: str, quantization: str | None, number: float, tmp_path: Path
+    kind: str, part: str, quantization: str, number: float, tmp_path: Path
 ) -> None:
     """A single one would make every answer NaN, or only some."""
     checkpoint(tmp_path, *(KINDS | IN_GROUPS if quantization == "stored" else KINDS)[kind])

@@ -171,7 +171,7 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
         method, _, widened = format.partition(" ")
         model = files.stored(method) if method in CONFIGS else files.gguf(method)
         if widened:
-            return Engine(name, worker, model, {"widened": memory})
+            return Engine(name, worker, model, {"widened": {"quantization": "none"} | memory})
         kept = files.folder / f"quantised-{method}"
         settings = {"quantization": "stored", "quantization_cache": str(kept)} | memory
         return Engine(name, worker, model, {"as stored": settings}, kept)

@@ -158,6 +158,9 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
             ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time, at most {facts.max_num_seqs} "
              "run in one step", facts.full_requests),
         ]  # fmt: skip
+    if facts.resident:
+        taken = f"{_mebi(facts.resident)} in the engine's process, at most {_mebi(facts.peak)} while it loads"
+        shown.append(("at rest", taken, facts.resident))
     shown += [
         ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} that are free",
          facts.weights + facts.pages),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.backends import native
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.gpu_choice import another_gpu, holders
@@ -126,7 +127,7 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 def find_quantization(
     config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
-    """What the matrices become.
+    """What the matrices become. A CPU with kernels of our own serves weights of few bits as they are stored.
 
     Args:
         path: of the checkpoint.
@@ -138,12 +139,15 @@ def find_quantization(
     """
     if config.quantization == "none":
         return None
-    wanted = config.quantization or (None if scheme is None else scheme.served_as)
+    wanted: Wanted | None = config.quantization or (None if scheme is None else scheme.served_as)
+    if wanted is None and device.type == "cpu" and native.available():
+        wanted = "stored"
     if wanted == "stored":
         with Checkpoint(path, scheme) as checkpoint:
             if not checkpoint.has_few_bits:
-                message = "%s: --quantization stored changes nothing, since weights are stored plainly."
-                logger.warning(message, checkpoint.path)
+                if config.quantization is not None:
+                    message = "%s: --quantization stored changes nothing, since weights are stored plainly."
+                    logger.warning(message, checkpoint.path)
                 return None
     if wanted is None or device.type == "cpu" or wanted in (*ON_GPUS, "stored"):
         return wanted

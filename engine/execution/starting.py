@@ -162,6 +162,7 @@ def load(resolved: Resolved) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
+        pack=True,
     )
     model.pack(resolved.quantization)
     cache_dtype, whole = resolved.cache_dtype, model.spec.decoder is None

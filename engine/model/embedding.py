@@ -13,6 +13,7 @@ from engine.model import spec
 from engine.model.convolution import gather_neighbours
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
+from engine.model.packing import LookUp
 from engine.model.place import Place
 from engine.model.positions import Sinusoidal
 
@@ -31,6 +32,8 @@ class TokenEmbedding(nn.Module):
         hidden = part.projection or (part.width if around is None else around.width)
         added = part.width if part.projects_sum else hidden
         self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
+        self.look_up: LookUp | None = None  # reads rows of the table where it is no parameter any more
+        self.stored_bytes: int | None = None  # of a table that stays as a checkpoint stores it, see `mark_stored`
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
         self.projects_sum = part.projects_sum
         self.taps = 1 if around is None else around.taps
@@ -65,7 +68,10 @@ class TokenEmbedding(nn.Module):
         Args:
             metadata: the inputs that the first `tokens` tokens form; others are padding.
         """
-        x = F.embedding(token_ids, self.tokens)
+        if self.look_up is None:
+            x = F.embedding(token_ids, self.tokens)
+        else:
+            x = self.look_up(token_ids, self.tokens.dtype)
         if self.masked_out is not None:
             x = mask_out(x, token_ids, self.masked_out, metadata, tokens)
         if self.neighbours is not None:
@@ -93,6 +99,11 @@ class TokenEmbedding(nn.Module):
         if self.expansion is not None:
             x = self.expansion(x)
         return x
+
+    def give_up_table(self, look_up: LookUp) -> None:
+        """Read the table's rows from where else they are kept."""
+        self.look_up = look_up
+        self.tokens = nn.Parameter(self.tokens.new_empty(0, self.tokens.shape[1]), requires_grad=False)
 
     def ahead(self, positions: Tensor, vector: Tensor) -> Tensor:
         """The vectors [Tp, hidden] of next tokens, of which nothing is known but their positions, which follow these

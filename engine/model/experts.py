@@ -37,7 +37,8 @@ class ExpertMatrices(nn.Module):
         self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
         self.few_bits: Quantised | None = None
-        self.stored: Held | None = None  # as that of `Linear`
+        self.stored: Held | None = None  # as those of `Linear`
+        self.taken = False
 
     def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight] | None = None) -> None:
         """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU where they have few bits; the

@@ -7,7 +7,7 @@ initialised: the builder of a module fills them (`engine.model.weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from engine.model.activations import activate
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
-from engine.model.packing import PackedProduct, pack_product
+from engine.model.packing import PackedProduct, pack_parts, pack_product
 from engine.model.place import Place
 from engine.model.positions import RelativeBuckets
 from engine.model.quantisation import Held
@@ -68,29 +68,39 @@ class Linear(nn.Module):
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
         self.stored: Held | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
+        self.taken = False  # it is stored as just that
 
     def pack(
         self,
         quantization: Held | None = None,
         quantised: Callable[[int], Weight] | None = None,
         amx: bool = False,
+        parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
         """Lay the filled weight out as matrix kernels read it, once instead of at every product: those of a CPU, or of
         a GPU where it has few bits.
 
-        The plain weight is given up, unless another module needs it; else it is on the model's device from then on.
+        The plain weight is given up; else it is on the model's device from then on. `Transformer.pack_matrix` gives up
+        one that another module owns.
 
         Args:
             quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
             amx: see `pack_product`.
+            parts: gives the weight some rows at a time, see `pack_parts`; it need not be filled then.
         """
-        weight = self.weight if quantised is None else quantised(0)
-        self.packed = pack_product(weight, self.bias, quantization, amx, device=self.device)
+        if parts is not None:
+            self.packed = pack_parts(parts, self.outputs, self.bias, quantization, amx or self.shared)
+        else:
+            weight = self.weight if quantised is None else quantised(0)
+            self.packed = pack_product(weight, self.bias, quantization, amx, device=self.device, table=self.shared)
         if self.packed is not None and not self.shared:
-            empty = self.weight.new_empty(0, self.inputs, device=self.device)
-            self.weight = nn.Parameter(empty, requires_grad=False)
+            self.give_up_weight()
         elif self.weight.device.type != self.device.type:
             self.weight = nn.Parameter(self.weight.to(self.device), requires_grad=False)
+
+    def give_up_weight(self) -> None:
+        """Forget the plain weight."""
+        self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs, device=self.device), requires_grad=False)
 
     @property
     def is_packed(self) -> bool:

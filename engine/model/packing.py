@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.model import quantisation
 from engine.model.quantisation import Held
+
+LookUp = Callable[[Tensor, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,14 @@ class PackedProduct:
         invariant: a row of it never depends on the others, however many there are.
         native: the weight, where our own kernels compute it on a CPU.
         few_bits: the weight, where it has few bits on a GPU.
+        look_up: rows [N] of the weight in a format, [N, in]; None where they cannot be read from its packed form.
     """
 
     compute: Callable[[Tensor], Tensor]
     invariant: bool
     native: gemm.Packed | None = None
     few_bits: gemm.Quantised | None = None
+    look_up: LookUp | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x)
@@ -41,6 +46,7 @@ def pack_product(
     quantization: Held | None = None,
     amx: bool = False,
     device: torch.device | None = None,
+    table: bool = False,
 ) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
 
@@ -51,6 +57,7 @@ def pack_product(
         quantization: what the weight becomes, or what it has become already.
         amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
         device: of the product; None: the weight's.
+        table: its rows are looked up as well, which oneDNN's packed form does not allow.
     """
     if device is not None and on_gpu(device):
         if quantization is None:
@@ -58,14 +65,16 @@ def pack_product(
         made = quantisation.on_device(weight, quantization, device)
         return PackedProduct(quantisation.device_product(made, bias), invariant=False, few_bits=made)
     if quantization is not None and (not isinstance(weight, Tensor) or weight.device.type == "cpu"):
-        compute, packed = quantisation.product(weight, bias, quantization)
-        return PackedProduct(compute, invariant=True, native=packed)
+        held = quantisation.made_of(weight, quantization)
+        compute, packed = quantisation.product(held, bias, quantization)
+        look_up = partial(_rows, packed) if packed is not None else partial(quantisation.rows, held)
+        return PackedProduct(compute, invariant=True, native=packed, look_up=look_up)
     assert isinstance(weight, Tensor)
     weight = weight.detach()
     if on_gpu(weight.device):
         return None
-    if _native_is_best(weight.dtype, amx):
-        return native_product(gemm.pack(weight, bias, amx))
+    if _native_is_best(weight.dtype, amx) or (table and _has_vectors(weight.dtype)):
+        return native_product(gemm.pack(weight, bias, amx or table))
     if not _has_onednn(weight.dtype):
         return None
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -77,6 +86,52 @@ def pack_product(
     return PackedProduct(by_onednn, invariant=False)
 
 
+def keeps_once(device: torch.device, dtype: torch.dtype, quantization: Held | None) -> bool:
+    """Whether a head's packed matrix serves as the token table, too: see `PackedProduct.look_up`."""
+    return not on_gpu(device) and (quantization is not None or _has_vectors(dtype) or not _has_onednn(dtype))
+
+
+def takes_parts(dtype: torch.dtype, quantization: Held | None, table: bool) -> bool:
+    """Whether `pack_parts` serves a weight on a CPU.
+
+    Args:
+        quantization, table: see `pack_product`.
+    """
+    if quantization is not None:
+        return native.available()
+    return _has_vectors(dtype) and (table or _native_is_best(dtype, amx=False))
+
+
+def pack_parts(
+    parts: Iterator[Tensor | gemm.Weight],
+    outputs: int,
+    bias: Tensor | None,
+    quantization: Held | None,
+    amx: bool,
+) -> PackedProduct:
+    """The same product, where `takes_parts`, with a weight of which some rows at a time are there.
+
+    Args:
+        parts: see `gemm.pack_parts`.
+        outputs: how many rows there are.
+        quantization: what the parts have become.
+        amx: see `pack_product`.
+    """
+    if quantization is None:
+        return native_product(gemm.pack_parts(parts, outputs, bias, partial(_pack_part, amx)))
+    packed = quantisation.pack_parts(parts, outputs, bias, quantization)
+    compute, look_up = quantisation.native_product(packed), partial(_rows, packed)
+    return PackedProduct(compute, invariant=True, native=packed, look_up=look_up)
+
+
+def _rows(packed: gemm.Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return gemm.look_up(packed, ids, dtype if dtype == torch.bfloat16 else torch.float32).to(dtype)
+
+
+def _pack_part(amx: bool, part: Tensor, into: Tensor | None) -> gemm.Packed:
+    return gemm.pack(part, None, amx, into)
+
+
 def on_gpu(device: torch.device) -> bool:
     """Products there are not those of a CPU: what Triton's interpreter tries on a CPU counts as a GPU."""
     return device.type not in ("cpu", "meta") or gpu.serves(device)
@@ -84,7 +139,8 @@ def on_gpu(device: torch.device) -> bool:
 
 def native_product(packed: gemm.Packed) -> PackedProduct:
     """The product with a weight of any kind that `engine.backends.native.gemm` has laid out."""
-    return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed)
+    look_up = partial(_rows, packed)
+    return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed, look_up=look_up)
 
 
 def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
@@ -94,12 +150,18 @@ def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
     float32 where the CPU lacks what our own code of that width needs. Nor without vector instructions that they know.
     """
     library = native.current()
-    if library is None or library.isa == "portable" or dtype not in (torch.float32, torch.bfloat16):
+    if library is None or not _has_vectors(dtype):
         return False
     if dtype == torch.bfloat16:
         has_tiles: bool = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
         return (amx and gemm.has_amx()) or not has_tiles
     return library.isa.startswith("avx512") or torch.backends.cpu.get_cpu_capability() != "AVX512"
+
+
+def _has_vectors(dtype: torch.dtype) -> bool:
+    """We have kernels for weights of this format with vector instructions."""
+    library = native.current()
+    return library is not None and library.isa != "portable" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

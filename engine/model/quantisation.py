@@ -12,9 +12,9 @@ weights are widened (`device_product`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ _TRIED = 4  # scales on either side of the plain one
 _ROWS = 4096  # of groups, quantised at a time
 
 
-_PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] = {
+_PACKERS: dict[Quantization, Callable[..., gemm.Packed]] = {
     "int8": gemm.pack_int8,
     "int8-fast": gemm.pack_int8_fast,
     "int4": gemm.pack_int4,
@@ -110,6 +110,22 @@ def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quanti
     return gemm.quantise_int4(weight, "portable" if form == "portable" else "plain")
 
 
+def made_of(weight: Tensor | gemm.Weight, kind: Held) -> gemm.Weight:
+    """The weight, quantised here if it is plain."""
+    if not isinstance(weight, Tensor):
+        return weight
+    assert kind in _PACKERS, "nothing plain becomes blocks of a file"
+    return quantise(weight, kind, form_on(weight.device, kind))
+
+
+def rows(made: gemm.Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows ids [N] of a weight in a format, [N, inputs]."""
+    assert not isinstance(made, Joined), "a table is one matrix"
+    found = made.changed(lambda tensor: tensor[ids])
+    dense = numbers_of(groups_of(found)).flatten(1) if isinstance(found, Blocks) else found.dense()
+    return dense.to(dtype)
+
+
 def product(
     weight: Tensor | gemm.Weight, bias: Tensor | None, kind: Held
 ) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
@@ -119,23 +135,31 @@ def product(
     Args:
         weight: quantised here if it is plain; it is not needed any more.
     """
-    if isinstance(weight, Tensor):
-        assert kind in _PACKERS, "nothing plain becomes blocks of a file"
-        weight = quantise(weight, kind, form_on(weight.device, kind))
+    made = made_of(weight, kind)
     if not native.available():
-        return torch_product(weight, bias), None
-    packed = _pack(weight, bias, kind)
-    return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
+        return torch_product(made, bias), None
+    packed = _pack(made, bias, kind)
+    return native_product(packed), packed
 
 
-def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held) -> gemm.Packed:
+def pack_parts(parts: Iterator[Any], outputs: int, bias: Tensor | None, kind: Held) -> gemm.Packed:
+    """A weight as our own kernels read it, of which some rows at a time are quantised (see `gemm.pack_parts`)."""
+    return gemm.pack_parts(parts, outputs, bias, lambda part, into: _pack(part, None, kind, into))
+
+
+def native_product(packed: gemm.Packed) -> Callable[[Tensor], Tensor]:
+    """The product with it, of activations in any format."""
+    return lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)
+
+
+def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | None = None) -> gemm.Packed:
     match weight, kind:
         case Joined(parts), Parts(kinds):
             return gemm.join([_pack(part, None, its) for part, its in zip(parts, kinds, strict=True)], bias)
         case Blocks(), _:
-            return gemm.pack_blocks(weight, bias)
+            return gemm.pack_blocks(weight, bias, into)
         case Quantised(), "int8" | "int8-fast" | "int4":
-            return _PACKERS[kind](weight, bias)
+            return _PACKERS[kind](weight, bias, into=into)
     raise TypeError(f"{type(weight).__name__} is not {kind}")
 
 

@@ -1,10 +1,10 @@
-"""Matrices of few bits while a checkpoint loads: quantised as they come, or taken from where they were kept."""
+"""Matrices while a checkpoint loads: packed as they come, and quantised before, or taken from where they were kept."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Self, get_args
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import BlockKind, Blocks, Joined, Quantised, Weight
+from engine.backends.native.gemm import PART_ROWS, BlockKind, Blocks, Joined, Quantised, Weight
+from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.packing import on_gpu
+from engine.model.packing import on_gpu, takes_parts
 from engine.model.quantisation import ON_GPUS, Held, Parts, Quantization, Wanted, form_on, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
 from engine.model.table import Destination, Same, Transform, WeightTable, keeps_rows
@@ -25,6 +26,8 @@ from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
 
 logger = logging.getLogger("octavo.model")
+
+_PART_BYTES = 1 << 24  # of a matrix in 16 bits, read at a time
 
 
 class MatrixLoading:
@@ -35,6 +38,7 @@ class MatrixLoading:
     fails, the load goes on without. What a checkpoint stores as the wanted kind is taken as it is, and not kept again.
 
     Args:
+        quantization: None: matrices keep their format.
         destinations: where each stored tensor goes; what need not be read is taken out.
         folder: of the cache; None for none.
         advance: is told how many of `kept_bytes` are done: one half of a kept matrix' when it is verified, the other
@@ -47,7 +51,7 @@ class MatrixLoading:
     def __init__(
         self,
         model: Transformer,
-        quantization: Wanted,
+        quantization: Wanted | None,
         checkpoint: Checkpoint,
         destinations: dict[str, list[Destination]],
         folder: Path | None,
@@ -57,19 +61,30 @@ class MatrixLoading:
         for name, found in destinations.items():
             for destination in found:
                 sources[destination.parameter.data_ptr()].append((name, destination))
-        self._kind = quantization
+        self._model, self._kind = model, quantization
         self._names = {module: name for name, module in model.named_modules()}
         self._modules = dict(model.matrices(quantization))
         self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
         self._stored: dict[str, Linear | ExpertMatrices] = {}
+        self._direct: dict[Linear, str] = {}
+        self._checkpoint = checkpoint
         self._assembled: dict[Linear | ExpertMatrices, Quantised | Blocks] = {}
         self._parts: dict[Linear | ExpertMatrices, dict[int, Quantised | Blocks]] = defaultdict(dict)
         for module, kind in self._modules.items():
             filling = sources[module.weight.data_ptr()]
             stored = {checkpoint.kind(name) for name, _ in filling}
-            alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _is_shared(module)
+            alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _stays_plain(module)
             kept = all(keeps_rows(destination.transform) for _, destination in filling)
-            if _is_own(kind) or (kind is not None and stored == {kind} and alone and kept):
+            own = _is_own(kind) or (kind is not None and stored == {kind} and alone and kept)
+            if (
+                isinstance(module, Linear)
+                and alone
+                and [destination.transform for _, destination in filling] == [Same()]
+                and checkpoint.has_rows(filling[0][0])
+                and _goes_directly(module, kind, own)
+            ):
+                self._direct[module] = filling[0][0]
+            elif own:
                 self._stored |= {name: module for name, _ in filling}
             elif kind is not None:
                 assert kind in ("int8", "int8-fast", "int4")
@@ -83,7 +98,10 @@ class MatrixLoading:
                     inputs=module.inputs,
                     sources=tuple(_described(name, checkpoint, destination) for name, destination in filling),
                 )
-        self._count = len(set(self._stored.values()))
+        tables = (each for each in model.modules() if isinstance(each, TokenEmbedding) and each.stored_bytes)
+        self._tables = {each.tokens.data_ptr(): each.tokens for each in tables if quantization == "stored"}
+        self._read_later = set(self._direct.values())
+        self._count = len({*self._stored.values(), *(module for module in self._direct if self._modules[module])})
         self._stack = ExitStack()
         self._problem: object = ""
         self._cache: Cache | None = None
@@ -94,14 +112,14 @@ class MatrixLoading:
         self._sizes = {
             matrix.tensors[0]: module.weight.nbytes
             for module, matrix in self._matrices.items()
-            if not _is_shared(module)  # which is read as well
+            if not _stays_plain(module)  # which is read as well
         }
         if folder is not None and self._matrices:
             self._open(folder, checkpoint, model)
         self.kept_bytes = 0 if self._entry is None else sum(self._sizes.values())
         if self._entry is not None:
             for module in self._matrices:
-                if not _is_shared(module):
+                if not _stays_plain(module):
                     for name, destination in sources[module.weight.data_ptr()]:
                         destinations[name].remove(destination)
                         if not destinations[name]:
@@ -133,6 +151,18 @@ class MatrixLoading:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def keeps_table(self, name: str, destination: Destination) -> bool:
+        """Whether this tensor is a token table that stays as it is stored: its rows are looked up there from now on."""
+        table = self._tables.get(destination.parameter.data_ptr())
+        if table is None:
+            return False
+        self._model.look_up_elsewhere(table, self._checkpoint.stored_rows(name))
+        return True
+
+    def reads_itself(self, name: str) -> bool:
+        """This tensor of the checkpoint is not to be read: the matrix is packed from the file."""
+        return name in self._read_later
 
     def stores(self, name: str) -> bool:
         """This tensor of the checkpoint is to be `take`n, instead of filled into its parameter."""
@@ -180,13 +210,32 @@ class MatrixLoading:
 
     def _pack(self, module: Linear | ExpertMatrices) -> None:
         kind = self._modules[module]
-        if kind is not None:  # what is plain is packed with all of the model
-            module.pack(kind, partial(self._quantised, module))
+        if module in self._direct:
+            assert isinstance(module, Linear)
+            self._model.pack_matrix(module, kind, parts=self._rows(module, kind))
+        elif kind is None:
+            if not on_gpu(module.device):  # there all are packed together
+                self._model.pack_matrix(module, None)
+        else:
+            self._model.pack_matrix(module, kind, partial(self._quantised, module))
             self._assembled.pop(module, None)
             self._parts.pop(module, None)
             if self._entry is not None and module in self._matrices:
                 size = self._sizes.get(self._matrices[module].tensors[0], 0)
                 self._advance(size - size // 2)
+
+    def _rows(self, module: Linear, kind: Held | None) -> Iterator[Tensor | Weight]:
+        """A matrix, some rows at a time, so that no other copy of all of it is made."""
+        name, start = self._direct[module], 0
+        step = max(_PART_BYTES // (module.inputs * 2 * PART_ROWS), 1) * PART_ROWS
+        while start < module.outputs:
+            stop = start + (step if start else PART_ROWS)
+            if kind is None:
+                yield self._checkpoint.rows(name, start, stop).to(module.weight.dtype)
+            else:
+                yield self._checkpoint.quantised(name, _is_own(kind), start, stop)
+            self._checkpoint.release()
+            start = stop
 
     def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Weight:
         if (parts := self._parts.get(module)) is not None:
@@ -210,6 +259,8 @@ class MatrixLoading:
 
     def report(self) -> None:
         """Say what was done."""
+        if self._kind is None:
+            return
         what = f"Quantised weights ({self._kind})"
         if self._count:
             logger.info("%s of %d matrices were taken as they are stored.", what, self._count)
@@ -243,45 +294,66 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, 
         module.stored = None
         if entry is None or not names or not all(map(checkpoint.few_bits, names)):
             continue
-        alone = keeps_rows(entry.transform) and not _is_shared(module) and all(uses[name] == 1 for name in names)
-        module.stored = _held_as(module, [checkpoint.kind(name) for name in names]) if alone else "int8"
-        if not on_gpu(device):
-            own = [checkpoint.own_kind(name) for name in names]
+        apart = isinstance(module, Linear) and module.shared and on_gpu(device)
+        alone = keeps_rows(entry.transform) and not apart and all(uses[name] == 1 for name in names)
+        if on_gpu(device):
+            kinds: list[Quantization | BlockKind | None] = [checkpoint.kind(name) for name in names]
+            found = _held_as(module, kinds) if alone else None
+            module.stored = found if found in ON_GPUS else "int8"
+        else:
+            kinds = [checkpoint.own_kind(name) for name in names]
             lengths = entry.transform.lengths if isinstance(entry.transform, JoinedRows) else None
-            module.stored = _held_as(module, own, lengths) if alone else "int8"
-            if module.stored == "int8":
-                wider.update(str(kind) for kind in own if kind not in (None, "int8"))
-        elif module.stored not in ON_GPUS:
-            module.stored = "int8"
+            found = _held_as(module, kinds, lengths) if alone else None
+            module.stored = found or "int8"
+            if found is None:
+                wider.update(str(kind) for kind in kinds if kind not in (None, "int8"))
+        module.taken = found is not None
     if wider:
         counts = ", ".join(f"{count} of {kind.upper()}" for kind, count in wider.items())
-        logger.info("Tensors that share a matrix with others, or a matrix with an embedding, become int8: %s.", counts)
+        logger.info("Tensors that share a matrix with others become int8: %s.", counts)
+    heads = {id(module.weight) for module, _ in model.matrices(None)}
+    for embedding in (module for module in model.modules() if isinstance(module, TokenEmbedding)):
+        entry = filled[id(embedding.tokens)]
+        if entry is not None and entry.transform == Same() and uses[entry.sources[0]] == 1 and not on_gpu(device):
+            name = entry.sources[0]
+            alone = id(embedding.tokens) not in heads and name in checkpoint.names
+            embedding.stored_bytes = checkpoint.table_bytes(name) if alone else None
 
 
 def _held_as(
     module: Linear | ExpertMatrices,
     kinds: Sequence[Quantization | BlockKind | None],
     lengths: tuple[int, ...] | None = None,
-) -> Held:
-    """What a matrix is held as that is stored as these; int8 where it cannot be held as that.
+) -> Held | None:
+    """What a matrix is held as that is stored as these; None where it cannot be held as that.
 
     Args:
         lengths: outputs of each, where they come one after the other.
     """
     known = [kind for kind in kinds if kind is not None]
     if len(known) < len(kinds):
-        return "int8"
+        return None
     if len(set(known)) == 1:
         return known[0]
-    return "int8" if lengths is None or isinstance(module, ExpertMatrices) else Parts(tuple(known), lengths)
+    return None if lengths is None or isinstance(module, ExpertMatrices) else Parts(tuple(known), lengths)
 
 
 def _is_own(kind: Held | None) -> bool:
     return isinstance(kind, Parts) or kind in get_args(BlockKind)
 
 
-def _is_shared(module: Linear | ExpertMatrices) -> bool:
-    return isinstance(module, Linear) and module.shared
+def _goes_directly(module: Linear, kind: Held | None, own: bool) -> bool:
+    """A matrix is packed from the file's bytes, of which it is made row by row.
+
+    Args:
+        own: it is stored as its kind.
+    """
+    return not on_gpu(module.device) and (kind is None or own) and takes_parts(module.weight.dtype, kind, module.shared)
+
+
+def _stays_plain(module: Linear | ExpertMatrices) -> bool:
+    """A token table that is looked up as it is, beside its packed form."""
+    return isinstance(module, Linear) and module.shared and on_gpu(module.device)
 
 
 def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks) -> Quantised | Blocks:

@@ -74,7 +74,7 @@ def attention_factor(part: Rotary) -> float:
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of positions, float32, a row each.
+    """Cosines and sines of positions, float32 until they are narrowed, a row each.
 
     `cos` [rows, head_dim] is 1 for features that do not rotate; `sin` is [rows, dim / 2].
 
@@ -103,6 +103,14 @@ class RotaryTable(nn.Module):
         still = torch.ones(len(angles), self.cos.shape[1] - part.dim, device="cpu")
         self.cos = torch.cat((self.cos, torch.cat((turned, still), dim=1).to(self.cos.device)))
         self.sin = torch.cat((self.sin, (angles.sin() * factor).to(self.sin.device)))
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Keep the rows in the format that heads of `dtype` are rotated in, and in no other."""
+        self.cos, self.sin = self.whole(dtype)
+
+    def bytes_for(self, dtype: torch.dtype) -> int:
+        """What the rows take then."""
+        return (self.cos.numel() + self.sin.numel()) * (torch.float32 if self.in_float32 else dtype).itemsize
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos [rows, head_dim], sin [rows, dim / 2]), in the format that heads of `dtype` are rotated in."""

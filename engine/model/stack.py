@@ -103,6 +103,9 @@ class TransformerStack(nn.Module):
         """Let the fastest executor for the device run the program from now on. Weights have been filled and laid out,
         and stay as they are."""
         first = self.first_parameter
+        if first.device.type == "cpu":
+            for table in self.tables.rotary.values():
+                table.narrow(first.dtype)
         self.executor = fastest(self.program, self.tables, first.dtype, first.device)
 
     @property

@@ -6,7 +6,7 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.backends.attention.formats import PageShape
+from engine.backends.native.gemm import Weight
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
@@ -24,9 +25,10 @@ from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
-from engine.model.packing import on_gpu
+from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
+from engine.model.rotary import RotaryTable
 from engine.model.stack import TransformerStack
 
 
@@ -112,15 +114,36 @@ class Transformer(nn.Module):
         stacks get the executors that run them from then on."""
         if quantization is not None:
             quantisation.warn_if_slow(self.device)
-        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
-        many = set() if self.encoder is None or self.decoder is not None else set(self.encoder.modules())
         for module, kind in self.matrices(quantization):
             if not module.is_packed:  # else it was while it loaded
-                if isinstance(module, Linear):
-                    module.pack(kind, amx=module in many)
-                else:
-                    module.pack(kind)
+                self.pack_matrix(module, kind)
         self._make_ready()
+
+    def pack_matrix(
+        self,
+        module: Linear | ExpertMatrices,
+        kind: Held | None,
+        quantised: Callable[[int], Weight] | None = None,
+        parts: Iterator[Tensor | Weight] | None = None,
+    ) -> None:
+        """Lay one matrix out, see `Linear.pack`. A head's matrix that is the token table, too, is kept once: tokens are
+        looked up in its packed form from then on."""
+        if not isinstance(module, Linear):
+            module.pack(kind, quantised)
+            return
+        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
+        many = self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
+        table = module.weight
+        module.pack(kind, quantised, amx=many, parts=parts)
+        if module.shared and module.packed is not None and module.packed.look_up is not None:
+            module.give_up_weight()
+            self.look_up_elsewhere(table, module.packed.look_up)
+
+    def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
+        """Read a token table's rows from where else they are kept."""
+        for embedding in self.modules():
+            if isinstance(embedding, TokenEmbedding) and embedding.tokens is table:
+                embedding.give_up_table(look_up)
 
     def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):
@@ -129,22 +152,56 @@ class Transformer(nn.Module):
         if self.twin is not None:
             self.twin._make_ready()
 
-    def weight_bytes(self, quantization: Wanted | None = None) -> int:
+    def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
         """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
 
         Args:
             quantization: what matrices that are not packed yet will become.
+            device: where they will be; None: the model's.
         """
         size = sum(tensor.nbytes for tensor in self.parameters())
         matrices = (module for module in self.modules() if isinstance(module, Linear | ExpertMatrices))
         few_bits = [module.few_bits for module in matrices if module.few_bits is not None]
         size += sum(one.values.nbytes + one.scales.nbytes for one in few_bits)
         for module, kind in self.matrices(quantization):
+            apart = (
+                isinstance(module, Linear) and module.shared and not keeps_once(device or self.device, self.dtype, kind)
+            )
             if kind is not None:
                 count = module.count if isinstance(module, ExpertMatrices) else 1
                 size += count * quantisation.size_of(module.outputs, module.inputs, kind)
-                size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
+                size -= 0 if apart else module.weight.nbytes
+            elif apart and not module.is_packed and not on_gpu(device or self.device):
+                size += module.weight.nbytes
+        if quantization == "stored":
+            tables = [module for module in self.modules() if isinstance(module, TokenEmbedding) and module.stored_bytes]
+            size -= sum(
+                {module.tokens: module.tokens.nbytes - (module.stored_bytes or 0) for module in tables}.values()
+            )
         return size
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the tables of positions on a CPU."""
+        rotary = [module for module in self.modules() if isinstance(module, RotaryTable)]
+        wide = sum(table.bytes_for(torch.float32) - table.bytes_for(self.dtype) for table in rotary)
+        return sum(buffer.nbytes for buffer in self.buffers()) - wide
+
+    def loading_bytes(self, quantization: Wanted | None) -> int:
+        """The most that a matrix takes on a CPU beside its packed form while that is made. Most are assembled first.
+
+        Args:
+            quantization: as for `weight_bytes`.
+        """
+        sizes = [0]
+        for module, kind in self.matrices(quantization):
+            count = module.count if isinstance(module, ExpertMatrices) else 1
+            small = 0 if kind is None else count * quantisation.size_of(module.outputs, module.inputs, kind)
+            taken = quantization == "stored" and module.taken
+            if isinstance(module, Linear) and module.shared and (kind is None or taken):
+                continue  # rows of the file are packed
+            sizes.append(small if taken else small + module.weight.nbytes)
+        return max(sizes)
 
     def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Held | None]]:
         """All matrices, and what each becomes. The few numbers that choose an expert, open a

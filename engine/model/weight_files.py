@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.folder import LINK
+from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.quantisation import Quantization
 from engine.model.stored.bits import as_blocks
@@ -30,6 +31,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
+MAPPED = 1 << 26
+"""Bytes of files that are in memory because they were read, before they are released."""
 
 
 class Checkpoint:
@@ -46,32 +49,29 @@ class Checkpoint:
         self.names: dict[str, tuple[Path, str]] = {}
         self._packed: dict[tuple[Path, str], tuple[Packed, list[tuple[Path, str]]]] = {}  # with where the parts are
         self._handles: dict[Path, Any] = {}
-        self._stack = ExitStack()
+        self._read_since: Counter[Path] = Counter()  # bytes that were read since files were mapped
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self.files = weight_files(self.path)
-            for file in self.files:
-                with _readable(file):
-                    handle = _opened(file, stack)
-                    self._handles[file] = handle
-                    keys = list(handle.keys())
-                if isinstance(handle, GgufWeights):
-                    self.path = file.resolve()  # for messages: the folder is our own
-                for key in keys:
-                    if key in self.names:
-                        raise ModelLoadError(
-                            f"{self.path} holds the tensor {key} twice, in {self.names[key][0].name} and {file.name}."
-                        )
-                    self.names[key] = (file, key)
-            if self.scheme is not None:
-                self._unite(self.scheme)
-            self._stack = stack.pop_all()
+        self.files = weight_files(self.path)
+        for file in self.files:
+            with _readable(file):
+                handle = _opened(file)
+                self._handles[file] = handle
+                keys = list(handle.keys())
+            if isinstance(handle, GgufWeights):
+                self.path = file.resolve()  # for messages: the folder is our own
+            for key in keys:
+                if key in self.names:
+                    raise ModelLoadError(
+                        f"{self.path} holds the tensor {key} twice, in {self.names[key][0].name} and {file.name}."
+                    )
+                self.names[key] = (file, key)
+        if self.scheme is not None:
+            self._unite(self.scheme)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._handles.clear()
-        self._stack.close()
+        self._handles.clear()  # which closes the files
 
     def _unite(self, scheme: Scheme) -> None:
         """Give tensors that are one matrix its name, in place of the first of them."""
@@ -149,7 +149,18 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a matrix."""
         part: Tensor = (self.read(name) if self.names[name] in self._packed else self._slice(name))[start:stop]
+        self._read_since[self.names[name][0]] += part.nbytes
         return part
+
+    def release(self) -> None:
+        """Map the files anew once much of them has been read: what was read is no longer counted as memory of this
+        process. Tensors that are still held stay valid."""
+        if self._read_since.total() < MAPPED:
+            return
+        for file in self._read_since:
+            with _readable(file):
+                self._handles[file] = _opened(file)
+        self._read_since.clear()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor as it is stored, or what a matrix of few bits holds.
@@ -185,6 +196,28 @@ class Checkpoint:
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
 
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of a matrix can be read alone."""
+        place = self.names[name]
+        handle = self._handles[place[0]]
+        return place not in self._packed and (not isinstance(handle, GgufWeights) or handle.has_rows(place[1]))
+
+    def table_bytes(self, name: str) -> int | None:
+        """What a token table takes as it is stored, where its rows can be looked up so (`stored_rows`)."""
+        place = self.names[name]
+        handle = self._handles[place[0]]
+        if not isinstance(handle, GgufWeights) or not self.few_bits(name) or not handle.has_rows(place[1]):
+            return None
+        return handle.stored_bytes(place[1])
+
+    def stored_rows(self, name: str) -> StoredRows:
+        """A token table that has `table_bytes`, as it is stored."""
+        file, key = self.names[name]
+        with _readable(file):
+            found: StoredRows = self._handles[file].stored_rows(key)
+        self._read_since[file] += found.octets.nbytes
+        return found
+
     def by_outputs(self, name: str) -> bool:
         """Whether what transformers' Conv1D has [in, out] is stored [out, in]: in few bits, and in GGUF files."""
         return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
@@ -194,12 +227,14 @@ class Checkpoint:
         """Whether any tensor is stored in few bits."""
         return any(map(self.few_bits, self.names))
 
-    def quantised(self, name: str, own: bool = False) -> Quantised | Blocks:
-        """A matrix that has a `kind`, or an `own_kind`, as that."""
+    def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
+        """A matrix that has a `kind`, or an `own_kind`, as that; of one that `has_rows` rows [start, stop)."""
         place = self.names[name]
         if place not in self._packed:
             with _readable(place[0]):
-                return self._handles[place[0]].quantised(place[1], own)  # type: ignore[no-any-return]
+                made: Quantised | Blocks = self._handles[place[0]].quantised(place[1], own, start, stop)
+            self._read_since[place[0]] += made.values.nbytes
+            return made
         packed, parts = self._packed[place]
         assert packed.quantised is not None
         made = packed.quantised(*self._read_parts(parts))
@@ -214,8 +249,10 @@ class Checkpoint:
         handle = self._handles[file]
         with _readable(file):
             if dtype is not None and isinstance(handle, GgufWeights):
-                return handle.get_tensor(key, dtype)
-            tensor: Tensor = handle.get_tensor(key)
+                tensor: Tensor = handle.get_tensor(key, dtype)
+            else:
+                tensor = handle.get_tensor(key)
+        self._read_since[file] += tensor.nbytes
         return tensor
 
     def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
@@ -246,10 +283,8 @@ def _bits(format: str) -> int:
     return 8 if found is None else int(found[0])  # BOOL
 
 
-def _opened(file: Path, stack: ExitStack) -> Any:
-    if file.suffix == SUFFIX:
-        return GgufWeights(file)
-    return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+def _opened(file: Path) -> Any:
+    return GgufWeights(file) if file.suffix == SUFFIX else safe_open(str(file), framework="pt", device="cpu")
 
 
 @contextmanager

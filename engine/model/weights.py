@@ -44,6 +44,7 @@ def load_model(
     show_progress: bool = True,
     quantization: Wanted | None = None,
     quantization_cache: str | None = "off",
+    pack: bool = False,
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
 
@@ -53,6 +54,7 @@ def load_model(
         max_model_len, max_encoder_len: as for `Transformer`.
         quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
         quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
+        pack: a CPU's plain matrices, too, are packed as soon as they are filled; `Transformer.pack` does the rest.
 
     Raises:
         ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
@@ -95,7 +97,8 @@ def load_model(
         if title is not None:
             becomes = f"and widened to {str(dtype)[6:]} as they are read"
             if quantization == "stored":
-                becomes = "and kept about as small"
+                kept, plain = (model.weight_bytes(each) >> 20 for each in ("stored", None))
+                becomes = f"and kept so, in {kept} MiB instead of {plain} MiB in {str(dtype)[6:]} (--quantization none)"
             elif quantization:
                 becomes = f"and become {quantization} as they are read, where they are not that already"
             elif checkpoint.has_few_bits:
@@ -105,11 +108,11 @@ def load_model(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
             disable=not show_progress,
         )  # fmt: skip
-        if quantization is None:
+        if quantization is None and not (pack and device.type == "cpu"):
             with bar:
                 _fill(checkpoint, destinations, bar)
         else:
-            folder = find_folder(quantization_cache)
+            folder = None if quantization is None else find_folder(quantization_cache)
             with bar, MatrixLoading(model, quantization, checkpoint, destinations, folder, bar.update) as matrices:
                 bar.total = _size_of(destinations) + matrices.kept_bytes
                 _fill(checkpoint, destinations, bar, matrices)
@@ -258,6 +261,12 @@ def _fill(
     for name in order:
         left = destinations.pop(name)  # which would keep what packing gives up
         bar.update(left[0].shape.numel() * left[0].parameter.element_size())
+        checkpoint.release()
+        if matrices is not None and len(left) == 1 and matrices.keeps_table(name, left[0]):
+            continue
+        if matrices is not None and matrices.reads_itself(name):
+            matrices.filled(left.pop().parameter.data_ptr())
+            continue
         if matrices is not None and matrices.stores(name):
             destination = left.pop()
             matrices.take(name, checkpoint.quantised(name, matrices.keeps_own(name)), destination)

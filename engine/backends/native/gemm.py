@@ -24,9 +24,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,9 @@ programs keep them; or in groups that are `rotate`d before."""
 
 GROUP = 32
 """Inputs that share a scale."""
+
+PART_ROWS = 64
+"""So many outputs fill whole panels on any CPU."""
 
 _FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -238,12 +241,13 @@ def has_amx() -> bool:
     return bool(given.value)
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packed:
+def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Tensor | None = None) -> Packed:
     """Lay a weight [outputs, inputs] of float32 or bfloat16 out, in its own format.
 
     Args:
         amx: multiply by matrix tiles where `has_amx`, if the inputs fill these. Many rows of float32 take about half as
             long by them, those of bfloat16 a fifth; few take as long as by vectors.
+        into: uint8, the memory for it; None: new memory.
 
     Raises:
         ValueError: it is not such a matrix, or the bias does not go with it.
@@ -252,7 +256,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packe
     kind: Kind = "float32" if weight.dtype == torch.float32 else "bfloat16"
     if amx and weight.shape[1] > 0 and weight.shape[1] % _AMX_INPUTS == 0 and has_amx():
         kind = "amx_float32" if kind == "float32" else "amx_bfloat16"
-    packed = _room(kind, weight.shape[0], weight.shape[1], bias)
+    packed = _room(kind, weight.shape[0], weight.shape[1], bias, into)
     _PACK[weight.dtype].call(weight.data_ptr(), weight.stride(0), packed.data.data_ptr(), *weight.shape)
     return packed
 
@@ -311,11 +315,14 @@ def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
     return made
 
 
-def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None) -> Packed:
+def pack_int8(
+    weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
+) -> Packed:
     """Lay a weight out as int8 with scales for groups, quantised now or before.
 
     Args:
         amx: matrix tiles multiply many rows where `has_amx`; None: where they are faster. Results are the same.
+        into: see `pack`.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
@@ -326,14 +333,17 @@ def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool 
         _check(made.values, torch.int8, (outputs, groups * GROUP))
         _check(made.scales, torch.uint8, (outputs, 4 + groups))
         kind: Kind = "amx_int8_rotated" if _goes_by_tiles("int8", amx) else "int8_rotated"
-        return _laid_out(kind, _PACK_INT8_ROTATED, made, bias)
+        return _laid_out(kind, _PACK_INT8_ROTATED, made, bias, into)
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float16, (outputs, groups))
-    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias)
+    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias, into)
 
 
-def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
     """Lay a weight out as int8 with a scale for each output, quantised now or before.
+
+    Args:
+        into: see `pack`.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
@@ -342,14 +352,16 @@ def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Pa
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float32, (outputs,))
-    return _laid_out("int8_fast", _PACK_INT8_FAST, made, bias)
+    return _laid_out("int8_fast", _PACK_INT8_FAST, made, bias, into)
 
 
-def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None) -> Packed:
+def pack_int4(
+    weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
+) -> Packed:
     """Lay a weight out as 4 bits, quantised now or before.
 
     Args:
-        amx: see `pack_int8`.
+        amx, into: see `pack_int8`.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
@@ -358,11 +370,40 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool 
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.float16, (outputs, groups, 2))
-    return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias)
+    return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias, into)
 
 
-def pack_blocks(weight: Blocks, bias: Tensor | None = None) -> Packed:
+def pack_parts(
+    parts: Iterator[Any],
+    outputs: int,
+    bias: Tensor | None,
+    pack: Callable[[Any, Tensor | None], Packed],
+) -> Packed:
+    """Lay a weight out of which some rows at a time are there: its packed form is all that takes memory.
+
+    Args:
+        parts: the rows in order, as `pack` takes them; of all but the last part a multiple of `PART_ROWS`.
+        outputs: how many rows there are.
+        pack: lays a part out into some memory, or new memory, without a bias.
+    """
+    first = pack(next(parts), None)
+    if first.outputs == outputs:
+        return replace(first, bias=_bias_of(bias, outputs))
+    panel_bytes = len(first.data) // -(-first.outputs // first.panel)
+    data = _weights.take(-(-outputs // first.panel) * panel_bytes)
+    whole = replace(first, data=data, outputs=outputs, bias=_bias_of(bias, outputs))
+    done = len(first.data)
+    whole.data[:done] = first.data
+    for part in parts:
+        done += len(pack(part, whole.data[done:]).data)
+    return whole
+
+
+def pack_blocks(weight: Blocks, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
     """Lay the blocks of a GGUF file out in their own bits.
+
+    Args:
+        into: see `pack`.
 
     Raises:
         ValueError: they are not whole rows, or the bias does not go with them.
@@ -370,7 +411,7 @@ def pack_blocks(weight: Blocks, bias: Tensor | None = None) -> Packed:
     values = weight.values
     if values.dtype != torch.uint8 or values.dim() != 2 or not values.is_contiguous():
         raise ValueError(f"blocks are rows of bytes, side by side, not {list(values.shape)} of {values.dtype}")
-    packed = _room(weight.kind, len(values), weight.inputs, bias)
+    packed = _room(weight.kind, len(values), weight.inputs, bias, into)
     _PACK_BLOCKS[weight.kind].call(values.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
     return packed
 
@@ -402,10 +443,10 @@ def look_up(packed: Packed, ids: Tensor, dtype: torch.dtype = torch.float32) -> 
     ids = ids.long().contiguous()
     if dtype not in _FORMATS or ids.device.type != "cpu":
         raise ValueError(f"rows are float32 or bfloat16 on a CPU, not {dtype} on {ids.device}")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < packed.outputs:
-        raise ValueError(
-            f"rows from 0 to {packed.outputs - 1} can be looked up, not {int(ids.min())} to {int(ids.max())}"
-        )
+    if ids.numel():
+        least, most = (int(end) for end in ids.aminmax())
+        if not 0 <= least <= most < packed.outputs:
+            raise ValueError(f"rows from 0 to {packed.outputs - 1} can be looked up, not {least} to {most}")
     out = torch.empty(*ids.shape, packed.inputs, dtype=dtype)
     first = 0
     for part in packed.parts:
@@ -447,8 +488,8 @@ def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
     return tiles < vectors
 
 
-def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None) -> Packed:
-    packed = _room(kind, made.values.shape[0], made.inputs, bias)
+def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None, into: Tensor | None) -> Packed:
+    packed = _room(kind, made.values.shape[0], made.inputs, bias, into)
     kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
     return packed
 
@@ -528,11 +569,12 @@ def scratch(size: int) -> int:
     return _workspace.address(size)
 
 
-def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
+def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None, into: Tensor | None = None) -> Packed:
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
-    return Packed(kind, _weights.take(size), _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+    data = _weights.take(size) if into is None else into[:size]
+    return Packed(kind, data, _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
 
 
 def _bias_of(bias: Tensor | None, outputs: int) -> Tensor | None:

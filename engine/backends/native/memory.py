@@ -21,8 +21,11 @@ _CHUNK = 2**26
 _ALIGNED = 64
 
 
-def huge(size: int) -> Tensor:
+def huge(size: int, small: int = 0) -> Tensor:
     """uint8 [size], zeros that the system hands out when they are touched first, in large pages if it has any.
+
+    Args:
+        small: so many of the first bytes come in small pages.
 
     Raises:
         MemoryError: there is not so much of it.
@@ -37,7 +40,10 @@ def huge(size: int) -> Tensor:
     start = -whole.data_ptr() % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE, start, size)
+            if small:
+                memory.madvise(mmap.MADV_NOHUGEPAGE, start, small)
+            if small < size:
+                memory.madvise(mmap.MADV_HUGEPAGE, start + small, size - small)
     return whole[start : start + size]
 
 
@@ -56,7 +62,8 @@ def forget(tensor: Tensor) -> None:
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, as `huge` makes them where they are many.
+    """Zeros on a CPU, as `huge` makes them where they are many. The first 2 MiB come in small pages: each layer
+    has two such tensors for keys and values, of which few requests use only the beginning.
 
     Raises:
         MemoryError, RuntimeError: there is not so much of it.
@@ -64,7 +71,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:
         return torch.zeros(*shape, dtype=dtype)
-    return huge(size).view(dtype).view(*shape)
+    return huge(size, HUGE).view(dtype).view(*shape)
 
 
 class Arena:

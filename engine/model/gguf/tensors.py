@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.native.gemm import Blocks, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.blocks import as_blocks, as_quantised, dequantise, readable_formats
+from engine.model.gguf.blocks import BlockFormat, as_blocks, as_quantised, dequantise, readable_formats
 from engine.model.gguf.container import Gguf, TensorInfo
 
 _MOST_SETTINGS = 1 << 16
@@ -37,25 +38,57 @@ def read_tensor(
     return dequantise(octets, info.format, dtype).view(stop - start, *info.shape[1:])
 
 
-def read_quantised(data: Tensor, info: TensorInfo, expert: int | None = None) -> Quantised:
-    """A matrix whose format has a kind of ours, or one of several, as that.
+def read_quantised(
+    data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
+) -> Quantised:
+    """Rows [start, stop) of a matrix whose format has a kind of ours, or of one of several, as that.
 
     Args:
         data: of the file.
     """
-    return as_quantised(_matrix(data, info, expert), info.format, info.shape[-2])
+    octets = _matrix(data, info, expert, start, stop)
+    return as_quantised(octets, info.format, octets.numel() // _row_bytes(info))
 
 
-def read_blocks(data: Tensor, info: TensorInfo, expert: int | None = None) -> Blocks:
-    """A matrix of a format whose blocks are multiplied as they are, or one of several: a view of the file."""
-    return as_blocks(_matrix(data, info, expert), info.format, info.shape[-2])
+def read_blocks(
+    data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
+) -> Blocks:
+    """Such rows of a format whose blocks are multiplied as they are: a view of the file."""
+    octets = _matrix(data, info, expert, start, stop)
+    return as_blocks(octets, info.format, octets.numel() // _row_bytes(info))
 
 
-def _matrix(data: Tensor, info: TensorInfo, expert: int | None) -> Tensor:
-    """The bytes of a matrix, or of one of several."""
-    size = info.size // (info.shape[0] if expert is not None else 1)
-    begin = info.begin + (expert or 0) * size
-    return data[begin : begin + size]
+def _row_bytes(info: TensorInfo) -> int:
+    """Bytes of a row of a matrix."""
+    return info.size // math.prod(info.shape[:-1])
+
+
+def _matrix(data: Tensor, info: TensorInfo, expert: int | None, start: int, stop: int | None) -> Tensor:
+    """The bytes of rows [start, stop) of a matrix, or of one of several."""
+    rows, size = info.shape[-2], _row_bytes(info)
+    begin = info.begin + (expert or 0) * rows * size
+    return data[begin + start * size : begin + (rows if stop is None else min(stop, rows)) * size]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """A matrix as a file stores it, whose rows are widened when they are looked up.
+
+    Attributes:
+        octets: uint8 [rows, bytes of a row].
+    """
+
+    octets: Tensor
+    format: BlockFormat
+
+    @staticmethod
+    def of(data: Tensor, info: TensorInfo) -> StoredRows:
+        """A copy of what the file has."""
+        return StoredRows(_matrix(data, info, None, 0, None).view(info.shape[0], -1).clone(), info.format)
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows ids [N] in a format."""
+        return dequantise(self.octets[ids].view(-1), self.format).view(len(ids), -1).to(dtype)
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:

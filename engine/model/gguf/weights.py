@@ -13,7 +13,7 @@ from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.architectures import Placed, describe, place
 from engine.model.gguf.container import read_gguf
-from engine.model.gguf.tensors import check_readable, mapped, read_blocks, read_quantised, read_tensor
+from engine.model.gguf.tensors import StoredRows, check_readable, mapped, read_blocks, read_quantised, read_tensor
 from engine.model.quantisation import Quantization
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -60,13 +60,25 @@ class GgufWeights:
         placed = self._placed[name]
         return len(placed.shape) == 2 and placed.arrangement.keeps_rows
 
-    def quantised(self, name: str, own: bool = False) -> Quantised | Blocks:
-        """A matrix that has a `kind`, or an `own_kind`, as that."""
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of a matrix can be read alone."""
+        return self._placed[name].arrangement.by_rows and self._placed[name].expert is None
+
+    def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
+        """A matrix that has a `kind`, or an `own_kind`, as that; of one that `has_rows` rows [start, stop)."""
         placed = self._placed[name]
         format = placed.info.format
         read = read_blocks if own and format.own_kind != format.kind else read_quantised
-        made: Quantised | Blocks = read(self._data, placed.info, placed.expert)
+        made: Quantised | Blocks = read(self._data, placed.info, placed.expert, start, stop)
         return made.changed(lambda tensor: placed.arrangement.arrange(tensor).contiguous())
+
+    def stored_bytes(self, name: str) -> int:
+        """What a tensor takes in the file."""
+        return self._placed[name].info.size
+
+    def stored_rows(self, name: str) -> StoredRows:
+        """A matrix of few bits that `has_rows`, as it is stored."""
+        return StoredRows.of(self._data, self._placed[name].info)
 
     def get_slice(self, name: str) -> GgufSlice:
         """A tensor of which not all is read."""
@@ -92,7 +104,7 @@ class GgufSlice:
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Some rows."""
-        if self._placed.arrangement.by_rows and self._placed.expert is None:
+        if self._weights.has_rows(self._placed.name):
             start, stop, _ = rows.indices(self._placed.shape[0])
             return read_tensor(self._data, self._placed.info, start, max(start, stop))
         return self._weights.get_tensor(self._placed.name)[rows]
