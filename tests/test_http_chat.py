@@ -282,7 +282,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    elsewhere = {"structured_outputs", "constraint", "timestamps"}
+    # `bad_words` become ids, and prompts are cut, before the engine is asked.
+    elsewhere = {"structured_outputs", "constraint", "timestamps", "bad_words", "truncate_prompt_tokens", "detokenize"}
     assert {*fields, "logprobs", *elsewhere} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200

@@ -42,6 +42,7 @@ from engine.backends.torch.attention import TorchReference
 from engine.errors import ModelLoadError
 from engine.model import families, quantised_cache, quantised_loading, weights
 from engine.model.checkpoint import read_config
+from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices
 from engine.model.families import build_spec
 from engine.model.layers import Linear
@@ -170,7 +171,7 @@ def assert_same(one: Transformer, other: Transformer) -> None:
 def test_every_family(
     shape: Any, make: Callable[[Any, Path], Any], tmp_path: Path, cache: Path, reads: list[str], quantised: list[str]
 ) -> None:
-    """What was kept is what is made, and no plain matrix is read for it but tables that rows are looked up in."""
+    """What was kept is what is made, and no plain matrix is read for it but tables that are no output matrix."""
     path = tmp_path / "model"
     make(shape, path)
     made = load(path, cache)
@@ -183,7 +184,11 @@ def test_every_family(
     names = {module: name for name, module in kept.named_modules()}
     wanted = [module for module, kind in kept.matrices("int4") if kind is not None]
     assert count == sum(len(m.packed) if isinstance(m.packed, list) else 1 for m in wanted) > 0
-    targets = {f"{names[m]}.weight" for m in wanted if not (isinstance(m, Linear) and m.shared)}
+    targets = {f"{names[module]}.weight" for module in wanted}
+    tables = [module for module in names if isinstance(module, TokenEmbedding)]
+    targets |= {
+        f"{names[table]}.tokens" for table in tables if not table.tokens.numel()
+    }  # looked up in their packed form
     table = families.weight_table(read_config(path), kept.spec)
     plain = {source for part in table.entries if part.target in targets for source in part.sources}
     assert plain & all_read

@@ -124,6 +124,7 @@ class GenerationBody(_SamplingBody, StructuredBody):
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
+        le=2**31 - 1,
         description="Keep the last so many tokens of a longer prompt; -1: as many as leave room for the answer.",
     )
 
