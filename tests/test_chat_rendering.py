@@ -297,6 +297,17 @@ def test_messages_change_as_little_as_a_template_needs(template: str, roles: Rol
     assert short == wanted
 
 
+def test_joined_messages_keep_all_reasoning() -> None:
+    thinking = STRICT.replace(
+        "{{ m.role }}:", "{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    )
+    messages = probe(("user", "assistant", "assistant", "assistant", "user"))
+    messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "why", "so"
+    assert "assistant:(why\n\nso)mark1x\n\nmark2x\n\nmark3x;" in rendered(thinking, messages)
+    del messages[1]["reasoning_content"]
+    assert "assistant:(so)mark1x" in rendered(thinking, messages)
+
+
 def test_a_template_without_tools_is_told_of_them() -> None:
     for first in ("system", "user"):
         text = rendered(PLAIN, probe((first, "assistant")), tools=TOOLS, prompted=True)

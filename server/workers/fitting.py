@@ -167,7 +167,7 @@ def _follow(messages: Messages, first: str, second: str) -> bool:
 
 
 def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
-    """Neighbours as one message, which has the first one's fields and the last one's calls."""
+    """Neighbours as one message, which has the first one's fields, all reasoning and the last one's calls."""
     runs: list[Messages] = []
     for message in messages:
         if runs and not runs[-1][-1].get("tool_calls") and joins(runs[-1][0], message):
@@ -179,5 +179,9 @@ def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
 
 def _one(run: Messages) -> dict[str, Any]:
     calls = {"tool_calls": run[-1]["tool_calls"]} if run[-1].get("tool_calls") else {}
-    texts = [message["content"] for message in run if message["content"]]
-    return {**run[0], "content": _PARAGRAPH.join(texts), **calls}
+    joined = {
+        name: _PARAGRAPH.join(message[name] for message in run if message.get(name))
+        for name in ("content", "reasoning_content")
+        if any(name in message for message in run)
+    }
+    return {**run[0], **joined, **calls}
