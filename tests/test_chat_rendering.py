@@ -223,6 +223,8 @@ ORDERS: list[Roles] = [
     ("system", "user", "system"),
     ("system", "user", "assistant", "system", "user"),
     ("user", "user", "assistant", "assistant", "user"),
+    ("system", "user", "call", "tool"),
+    ("system", "user", "assistant"),
     ("system", "user", "call", "tool", "user", "assistant", "user"),
     ("user", "said call", "tool", "system", "call", "tool", "assistant", "user"),
 ]

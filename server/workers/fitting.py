@@ -103,7 +103,7 @@ def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     """
     made = _with_calls(messages, shows, writing)
     lead = next((place for place, one in enumerate(made) if one["role"] not in _LEADING), len(made))
-    made = _system(made[:lead], shows) + [_later(one, shows) for one in made[lead:]]
+    made = _system(made[:lead], made[lead:], shows) + [_later(one, shows) for one in made[lead:]]
     if _follow(made, "tool", "user") and not shows(("user", "call", "tool", "user")):
         made = _joined(made, lambda one, next_: (one["role"], next_["role"]) == ("tool", "user"))
     for role, around in (("user", ("user", "user")), ("assistant", ("user", "assistant", "assistant", "user"))):
@@ -182,12 +182,19 @@ def _parted(message: dict[str, Any]) -> Messages:
     return [said, {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}]
 
 
-def _system(lead: Messages, shows: Shows) -> Messages:
+def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
     """The messages of the system before all others."""
     roles = tuple(one["role"] for one in lead)
     if len(lead) > 1 and not shows((*roles[:2], "user")):
         lead = _joined(lead, lambda one, next_: True)
-    return [one if shows((one["role"], "user")) else {**one, "role": "user"} for one in lead]
+    # Some templates show the system's message only where the last one is the user's.
+    end: Roles = ()
+    if any(one["role"] == "tool" for one in others):
+        end = ("user", "call" if any(one.get("tool_calls") for one in others) else "assistant", "tool")
+    elif others and others[-1]["role"] == "assistant":
+        end = ("user", "assistant")
+    ends = [("user",), end] if end and shows(end) else [("user",)]
+    return [one if all(shows((one["role"], *end)) for end in ends) else {**one, "role": "user"} for one in lead]
 
 
 def _later(message: dict[str, Any], shows: Shows) -> dict[str, Any]:
