@@ -358,6 +358,76 @@ def test_calls_in_xml_are_held_to_their_schemas_and_read(special: Mapping[int, s
         assert around(free, special, answer) == fits, answer
 
 
+MODES = {"Mode": {"type": "string", "enum": ["r", "w"]}, "Line": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}
+QUOTED = '"hello"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string"}, {QUOTED: QUOTED, "": ""}, []),
+        ({"type": ["string", "null"]}, {"hello": "hello", QUOTED: QUOTED, "null": None}, []),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"hello": "hello", "null": None}, []),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, {"hello": "hello", "5": 5}, []),
+        ({"type": "string", "enum": None}, {"hello": "hello"}, []),
+        ({"enum": ["r", "w", ""]}, {"r": "r", "": ""}, ['"r"', "x"]),
+        ({"const": "r"}, {"r": "r"}, ['"r"', "w"]),
+        ({"type": ["string", "null"], "enum": ["r", None]}, {"r": "r", "null": None}, ['"r"', "w", "None"]),
+        ({"type": ["integer", "null"], "enum": [1, None]}, {"1": 1, "null": None}, ["2", '"1"']),
+        ({"type": "string", "enum": ["r", 5]}, {"r": "r"}, ["5"]),
+        ({"$ref": "#/$defs/Mode"}, {"r": "r"}, ['"r"', "x"]),
+        ({"allOf": [{"$ref": "#/$defs/Mode"}], "default": "r"}, {"r": "r"}, ['"r"', "x"]),
+        ({"anyOf": [{"$ref": "#/$defs/Mode"}, {"type": "null"}]}, {"r": "r", "null": None}, ['"r"', "x"]),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/Line"}}]}, {"[1]": [1]}, ['["r"]']),
+        (True, {"hello": "hello", QUOTED: QUOTED}, []),
+        ({}, {"hello": "hello"}, []),
+    ],
+)  # fmt: skip
+def test_texts_in_xml_are_written_as_they_are(schema: Any, right: dict[str, Any], wrong: list[str]) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": MODES}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+    parsing = AnswerReader(choose_formats("", "qwen3_xml", "none")).parsing(tools, "")
+    assert parsing is not None
+    grammar = grammar_of(parsing, {})
+    for text, value in right.items():
+        assert accepts(grammar, {}, in_xml("f", a=text)), text
+        parser = AnswerParser(parsing)
+        read = [part for part in (*parser.feed(in_xml("f", a=text)), *parser.finish()) if isinstance(part, Call)]
+        assert json.loads("".join(part.arguments for part in read)) == {"a": value}
+    for text in wrong:
+        assert not accepts(grammar, {}, in_xml("f", a=text)), text
+
+
+def test_odd_schemas_in_xml_get_an_answer_or_a_400() -> None:
+    api = Conversing(saying("ok"), **{**PARSERS, "tool_call_parser": "qwen3_xml"})
+
+    def asked(parameters: dict[str, Any]) -> tuple[int, str]:
+        function = {"name": "f", "parameters": {"type": "object", "$defs": MODES, **parameters}}
+        body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
+        answer = api.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+        return answer.status_code, answer.text
+
+    text = {"type": "string"}
+    for right in (
+        {"properties": {"a": True, "b": False}},
+        {"properties": {"a": {"type": "string", "enum": 5}}, "required": 5},
+        {"properties": {"a": text}, "required": [{}, "a"]},
+    ):
+        assert asked(right)[0] == 200, right
+    many = {f"a{index}": {"anyOf": [{"$ref": "#/$defs/Long"}, {"type": "null"}]} for index in range(200)}
+    long = {"Long": {"enum": [f"{index:0100}" for index in range(200)]}}
+    for wrong, words in (
+        ({"properties": {"a": 5}}, "tools: "),
+        ({"properties": {"a": {"type": 5}}}, "tools: "),
+        ({"properties": {"a": {"$ref": "#/$defs/Loop"}}}, "tools: "),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "tools: "),
+        ({"properties": many, "$defs": long}, "more than 1000000 characters cannot be enforced"),
+    ):
+        status, answer = asked(wrong)
+        assert status == 400, (wrong, answer)
+        assert words in answer
+
+
 # A custom tool's grammar, with one of each thing that is read.
 EDITS = r"""
 // Edits of a file.

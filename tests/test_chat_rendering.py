@@ -223,6 +223,8 @@ ORDERS: list[Roles] = [
     ("system", "user", "system"),
     ("system", "user", "assistant", "system", "user"),
     ("user", "user", "assistant", "assistant", "user"),
+    ("system", "user", "call", "tool"),
+    ("system", "user", "assistant"),
     ("system", "user", "call", "tool", "user", "assistant", "user"),
     ("user", "said call", "tool", "system", "call", "tool", "assistant", "user"),
 ]
@@ -233,6 +235,10 @@ ONLY_WITH_TOOLS = {
 # These show no text beside a call: Mistral's nowhere, gpt-oss's not in past turns, as reasoning.
 NO_TEXT_BESIDE_CALLS = {
     "mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b",
+}  # fmt: skip
+ONE_CALL_A_MESSAGE = {
+    "GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B", "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct", "openai-gpt-oss-120b",
 }  # fmt: skip
 MOVED = "mistralai-Mistral-Nemo-Instruct-2407"  # shows the system's message before the last one of the user
 
@@ -262,6 +268,24 @@ def test_no_real_template_loses_a_message() -> None:
             assert (tools is not None) == ("sum_up" in text), path.stem
             shown += 1
     assert shown > 400
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_no_real_template_loses_one_of_parallel_calls() -> None:
+    turns: list[Roles] = [("user", "calls", "tool", "tool"), ("user", "calls", "tool", "tool", "assistant", "user")]
+    for path, roles in itertools.product(sorted(TEMPLATES.glob("*.jinja")), turns):
+        if path.stem in REFUSED:
+            continue
+        template, messages = path.read_text(), probe(roles)
+        messages[2:4] = reversed(messages[2:4])  # the second call's result came first
+        text = rendered(template, messages, tools=TOOLS, prompted="tools" not in template)
+        calls, results = ("mark1x-", "mark1x."), (mark(2), mark(3))
+        for mark_ in (*calls, *results, *(mark(index) for index in (0, *range(4, len(roles))))):
+            assert text.count(mark_) == 1, f"{path.stem}: {mark_} of {roles}\n{text}"
+        apart = text.index(results[0]) < text.index(calls[1])
+        assert apart == (path.stem in ONE_CALL_A_MESSAGE), f"{path.stem}: {text}"
+        order = (calls[0], results[0], calls[1], results[1]) if apart else (*calls, *sorted(results, reverse=True))
+        assert [*order] == sorted(order, key=text.index), f"{path.stem}: {text}"
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -295,6 +319,34 @@ def test_messages_change_as_little_as_a_template_needs(template: str, roles: Rol
     for role in ("system", "user", "assistant", "tool"):
         short = short.replace(f"{role}:", f"{role[0]}:")
     assert short == wanted
+
+
+def test_calls_that_a_template_shows_one_by_one_meet_their_results() -> None:
+    single = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}<{{ m.tool_calls[0].function.arguments.text }}>"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    messages = probe(("user", "calls", "tool", "tool", "tool", "tool", "user"))
+    messages[1]["content"] = "So "
+    for message, id_ in zip(messages[2:6], ("abcdef124", "other", "abcdef123", "abcdef124"), strict=True):
+        message["tool_call_id"] = id_
+    wanted = "0;So <1->4;<1.>2;5;3;6;"
+    assert re.sub(r"mark(\d)x", r"\1", rendered(single, messages)) == wanted
+    twins = probe(("user", "calls", "tool", "tool"))
+    for place in (2, 3):
+        twins[place]["tool_call_id"] = twins[1]["tool_calls"][place - 2]["id"] = "same"
+    assert re.sub(r"mark(\d)x", r"\1", rendered(single, twins)) == "0;<1->2;<1.>3;"
+
+
+def test_joined_messages_keep_all_reasoning() -> None:
+    thinking = STRICT.replace(
+        "{{ m.role }}:", "{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    )
+    messages = probe(("user", "assistant", "assistant", "assistant", "user"))
+    messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "why", "so"
+    assert "assistant:(why\n\nso)mark1x\n\nmark2x\n\nmark3x;" in rendered(thinking, messages)
+    del messages[1]["reasoning_content"]
+    assert "assistant:(so)mark1x" in rendered(thinking, messages)
 
 
 def test_a_template_without_tools_is_told_of_them() -> None:

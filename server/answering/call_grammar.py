@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from server.answering.argument_schemas import closed
+from server.answering.argument_values import Values
 from server.answering.formats import CallFormat, Pair, Writing
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
 
 # One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
+_MAX_PAIRS = 1_000_000  # characters of the rules of arguments that stand by themselves
+_REFERS = '"$ref"'
 _TERMINALS = (
     r"TEXT: /(.|\n)*/",
     r"SPACE: /[ \t\r\n]{0,8}/",
@@ -82,8 +85,12 @@ class _Quoted:
         return self._pattern.match(text) is not None
 
 
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _text(text) if text else ""
 
 
 def _calls(
@@ -95,7 +102,7 @@ def _calls(
         several: there may be more than one.
         every: arguments of all functions are as their schemas say, not only those of strict ones.
     """
-    lines, names = [], []
+    lines, names, size = [], [], 0
     for index, function in enumerate(functions):
         names.append(f"call_{index}")
         lines.append(f"call_{index}: {_literal(function.name)} {quoted(writing.middle)} arguments_{index}")
@@ -103,7 +110,11 @@ def _calls(
         if writing.pair is None:
             lines.append(f"arguments_{index}: {_json(schema)}")
         else:
-            lines += _pairs(f"arguments_{index}", schema, writing.pair, quoted)
+            for line in _pairs(f"arguments_{index}", schema, writing.pair, quoted):
+                lines.append(line)
+                size += len(line)
+                if size > _MAX_PAIRS:  # what several arguments refer to is written for each
+                    raise ValueError(f"calls whose schemas make more than {_MAX_PAIRS} characters cannot be enforced")
     if writing.pair is not None:
         lines.append(f"plain[lazy]: TEXT {quoted(writing.pair.end)}")
     others = "" if not several or writing.between is None else f"({quoted(writing.between)} call)*"
@@ -120,28 +131,31 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
-def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) -> list[str]:
+def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) -> Iterator[str]:
     """The rule of arguments that stand by themselves, in the order of the schema, and what it is made of."""
     named = schema.get("properties")
     if not isinstance(named, dict):
-        return [f"{rule}: ({quoted(pair.begin)} /[a-zA-Z0-9_.-]+/ {quoted(pair.middle)} plain)*"]
+        yield f"{rule}: ({quoted(pair.begin)} /[a-zA-Z0-9_.-]+/ {quoted(pair.middle)} plain)*"
+        return
+    required, values, parts = schema.get("required"), Values(schema), []
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    parts, lines = [], []
     for index, (name, value) in enumerate(named.items()):
+        if value is False:  # it may have no value
+            continue
         part = f"{rule}_{index}"
-        parts.append(part if name in (schema.get("required") or ()) else f"{part}?")
+        parts.append(part if isinstance(required, list) and name in required else f"{part}?")
         head = f"{part}: {quoted(pair.begin)} {_literal(name)} {quoted(pair.middle)}"
-        if _is_text(value):
-            texts = [_literal(text) for text in value.get("enum", ()) if isinstance(text, str) and text]
-            lines.append(f"{head} ({' | '.join(texts)}) {quoted(pair.end)}" if texts else f"{head} plain")
-        else:
-            inner = {**shared, **value} if isinstance(value, dict) else value
-            lines += [f"{head} {part}_value {quoted(pair.end)}", f"{part}_value: {_json(inner)}"]
-    return [f"{rule}: {' '.join(parts)}", *lines]
-
-
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.get("type") == "string"
+        form = values.form(value)
+        if form.any_text:
+            yield f"{head} plain"
+            continue
+        texts, schemas = [*map(_text, form.texts)], [*form.json.values()]
+        if schemas:
+            texts.append(f"{part}_json")
+            one = schemas[0] if len(schemas) == 1 and isinstance(schemas[0], dict) else {"anyOf": schemas}
+            yield f"{part}_json: {_json({**shared, **one} if _REFERS in json.dumps(one) else one)}"
+        yield f"{head} ({' | '.join(texts)}) {quoted(pair.end)}"
+    yield f"{rule}: {' '.join(parts)}"
 
 
 def _as_object(writing: Writing, tools: Tools) -> str:

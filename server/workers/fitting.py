@@ -7,6 +7,7 @@ its place.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 Messages = list[dict[str, Any]]
 Roles = tuple[str, ...]
 # Whether a template shows all messages of these roles; "call" is the assistant's call of a function, "said call" one
-# with text before it.
+# with text before it, "calls" two calls in one message.
 Shows = Callable[[Roles], bool]
 
 _LEADING = ("system", "developer")
 _PARAGRAPH = "\n\n"
+_IDS = ("abcdef123", "abcdef124")  # of a probe's calls; Mistral's templates want nine letters and digits
 _PROMPT = """\
 You can call these functions. Each line describes one:
 <tools>
@@ -55,18 +57,28 @@ def mark(index: int) -> str:
     return f"mark{index}x"
 
 
+def _called(role: str, index: int) -> list[str]:
+    """The arguments of a probe's calls, which no text is."""
+    return [f"{mark(index)}{sign}" for sign in ("-." if role == "calls" else "-")]
+
+
+def _call(id_: str, text: str) -> dict[str, Any]:
+    function = {"name": "find", "arguments": json.dumps({"text": text})}
+    return {"id": id_, "type": "function", "function": function}
+
+
 def probe(roles: Roles) -> Messages:
     """Messages of these roles, whose texts are marks."""
     messages: Messages = []
     for index, role in enumerate(roles):
         message: dict[str, Any] = {"role": role, "content": mark(index)}
-        if role in ("call", "said call"):
-            function = {"name": "find", "arguments": json.dumps({"text": f"{mark(index)}-"})}
-            calls = [{"id": "abcdef123", "type": "function", "function": function}]
+        if "call" in role:
+            ids = _IDS if role == "calls" else _IDS[:1]
+            calls = [_call(id_, called) for id_, called in zip(ids, _called(role, index), strict=True)]
             content = mark(index) if role == "said call" else ""
             message = {"role": "assistant", "content": content, "tool_calls": calls}
         elif role == "tool":
-            message["tool_call_id"] = "abcdef123"
+            message["tool_call_id"] = _IDS[roles[max(index - 2, 0) : index] == ("calls", "tool")]
         messages.append(message)
     return messages
 
@@ -75,8 +87,8 @@ def shows_all(text: str, roles: Roles) -> bool:
     """All marks of a probe are in its text, in their order."""
     at = 0
     for index, role in enumerate(roles):
-        marks = [mark(index)] if role != "call" else []
-        for wanted in [*marks, f"{mark(index)}-"] if "call" in role else marks:
+        marks = [] if role in ("call", "calls") else [mark(index)]
+        for wanted in [*marks, *_called(role, index)] if "call" in role else marks:
             at = text.find(wanted, at) + 1
             if not at:
                 return False
@@ -91,7 +103,7 @@ def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     """
     made = _with_calls(messages, shows, writing)
     lead = next((place for place, one in enumerate(made) if one["role"] not in _LEADING), len(made))
-    made = _system(made[:lead], shows) + [_later(one, shows) for one in made[lead:]]
+    made = _system(made[:lead], made[lead:], shows) + [_later(one, shows) for one in made[lead:]]
     if _follow(made, "tool", "user") and not shows(("user", "call", "tool", "user")):
         made = _joined(made, lambda one, next_: (one["role"], next_["role"]) == ("tool", "user"))
     for role, around in (("user", ("user", "user")), ("assistant", ("user", "assistant", "assistant", "user"))):
@@ -116,6 +128,8 @@ def _with_calls(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     if not shows(("user", "call", "tool")):
         results = shows(("user", "assistant", "tool"))
         return [_call_as_text(one, writing) if results else _as_text(one, writing) for one in messages]
+    if any(len(one.get("tool_calls") or ()) > 1 for one in messages) and not shows(("user", "calls", "tool", "tool")):
+        messages = _one_by_one(messages)
     said = any(one.get("tool_calls") and one["content"] for one in messages)
     if said and not shows(("user", "said call", "tool")) and shows(("user", "assistant", "call", "tool", "assistant")):
         return list(itertools.chain.from_iterable(map(_parted, messages)))
@@ -137,6 +151,29 @@ def _as_text(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
     return _call_as_text(message, writing)
 
 
+def _one_by_one(messages: Messages) -> Messages:
+    """Calls of one message as messages of their own, each before its result."""
+    made: Messages = []
+    rest = collections.deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        results = list(itertools.takewhile(lambda one: one["role"] == "tool", rest))
+        by_id = collections.defaultdict[str, Messages](list)
+        for result in results:
+            by_id[result["tool_call_id"]].append(result)
+            rest.popleft()
+        for call in calls:
+            made += [{**message, "tool_calls": [call]}, *by_id[call["id"]][:1]]
+            del by_id[call["id"]][:1]
+            message = {"role": "assistant", "content": ""}  # text and reasoning come once, before the first call
+        made += itertools.chain.from_iterable(by_id.values())  # further results, and those of no call
+    return made
+
+
 def _parted(message: dict[str, Any]) -> Messages:
     """What is said before a call, as a message of its own."""
     if not message.get("tool_calls") or not message["content"]:
@@ -145,12 +182,19 @@ def _parted(message: dict[str, Any]) -> Messages:
     return [said, {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}]
 
 
-def _system(lead: Messages, shows: Shows) -> Messages:
+def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
     """The messages of the system before all others."""
     roles = tuple(one["role"] for one in lead)
     if len(lead) > 1 and not shows((*roles[:2], "user")):
         lead = _joined(lead, lambda one, next_: True)
-    return [one if shows((one["role"], "user")) else {**one, "role": "user"} for one in lead]
+    # Some templates show the system's message only where the last one is the user's.
+    end: Roles = ()
+    if any(one["role"] == "tool" for one in others):
+        end = ("user", "call" if any(one.get("tool_calls") for one in others) else "assistant", "tool")
+    elif others and others[-1]["role"] == "assistant":
+        end = ("user", "assistant")
+    ends = [("user",), end] if end and shows(end) else [("user",)]
+    return [one if all(shows((one["role"], *end)) for end in ends) else {**one, "role": "user"} for one in lead]
 
 
 def _later(message: dict[str, Any], shows: Shows) -> dict[str, Any]:
@@ -167,7 +211,7 @@ def _follow(messages: Messages, first: str, second: str) -> bool:
 
 
 def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
-    """Neighbours as one message, which has the first one's fields and the last one's calls."""
+    """Neighbours as one message, which has the first one's fields, all reasoning and the last one's calls."""
     runs: list[Messages] = []
     for message in messages:
         if runs and not runs[-1][-1].get("tool_calls") and joins(runs[-1][0], message):
@@ -179,5 +223,9 @@ def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
 
 def _one(run: Messages) -> dict[str, Any]:
     calls = {"tool_calls": run[-1]["tool_calls"]} if run[-1].get("tool_calls") else {}
-    texts = [message["content"] for message in run if message["content"]]
-    return {**run[0], "content": _PARAGRAPH.join(texts), **calls}
+    joined = {
+        name: _PARAGRAPH.join(message[name] for message in run if message.get(name))
+        for name in ("content", "reasoning_content")
+        if any(name in message for message in run)
+    }
+    return {**run[0], **joined, **calls}

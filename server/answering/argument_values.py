@@ -1,0 +1,114 @@
+"""What the values of arguments look like where texts are written as they are, and all else as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_MAX_DEPTH = 32  # of schemas and references in each other
+_SHAPES = {"properties", "items", "prefixItems"}  # of objects and arrays, whose schemas need not name the type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a value may be: any text, one of some texts, or JSON of a schema.
+
+    Attributes:
+        texts: the keys.
+        json: schemas of which one is to fit; the keys are their identities.
+    """
+
+    any_text: bool = False
+    texts: Mapping[str, None] = field(default_factory=dict)
+    json: Mapping[int, Any] = field(default_factory=dict)
+
+
+_ANY = Form(any_text=True)
+
+
+class Values:
+    """The values of one function's arguments.
+
+    Args:
+        schema: of all arguments, to which references lead.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]):
+        self._schema = schema
+        self._known: dict[str, Form] = {}
+
+    def form(self, schema: Any) -> Form:
+        """What a value of a schema looks like. Where a string may stand, all that is written is read as text."""
+        form = self._form(schema, 0)
+        return form if form.any_text or form.texts else _json(schema)
+
+    def _form(self, schema: Any, depth: int) -> Form:
+        if not isinstance(schema, dict):
+            return _ANY if schema is True else Form() if schema is False else _json(schema)
+        if isinstance(schema.get("$ref"), str):
+            return self._referred(schema, depth)
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if "string" not in kinds and ("type" in schema or _SHAPES & schema.keys()):
+            return _json(schema)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            return _listed(values, [kind for kind in kinds if kind not in (None, "string")])
+        if "type" in schema:
+            return _ANY
+        for name in ("anyOf", "oneOf"):
+            if isinstance(schema.get(name), list):
+                return _united([self._form(one, depth + 1) for one in schema[name]])
+        if isinstance(schema.get("allOf"), list):
+            forms = (self._form(one, depth + 1) for one in schema["allOf"])
+            return next((form for form in forms if not form.any_text), _ANY)
+        return _ANY
+
+    def _referred(self, schema: dict[str, Any], depth: int) -> Form:
+        reference = schema["$ref"]
+        if reference not in self._known:
+            target = self._target(reference) if depth < _MAX_DEPTH else None
+            self._known[reference] = Form()  # while it is looked for: a schema may lead back to itself
+            found = Form() if target is None else self._form(target, depth + 1)
+            if not found.any_text:  # what reads answers follows no reference: with texts, the others would be text too
+                found = Form(texts=found.texts) if found.texts else _json(schema)
+            self._known[reference] = found
+        return self._known[reference]
+
+    def _target(self, reference: str) -> Any:
+        """The schema that a reference leads to; None if there is none."""
+        start, *names = reference.split("/")
+        found: Any = self._schema if start == "#" else None
+        for name in names:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+def _json(schema: Any) -> Form:
+    return Form(json={id(schema): schema})
+
+
+def _listed(values: list[Any], others: list[Any]) -> Form:
+    """One of some values.
+
+    Args:
+        others: the types that they may have besides text; where none is named, all that is written is read as text.
+    """
+    texts = dict.fromkeys(value for value in values if isinstance(value, str))
+    rest = [value for value in values if not isinstance(value, str)]
+    if not rest or (texts and not others):
+        return Form(texts=texts)
+    schema = {"type": others, "enum": rest} if others else {"enum": rest}
+    return Form(texts=texts, json={id(schema): schema})
+
+
+def _united(forms: Sequence[Form]) -> Form:
+    if any(form.any_text for form in forms):
+        return _ANY
+    texts: dict[str, None] = {}
+    json: dict[int, Any] = {}
+    for form in forms:
+        texts |= form.texts
+        json |= form.json
+    return Form(texts=texts, json=json)
