@@ -165,7 +165,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]
 
 def in_context(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """What `transformers` itself says the ids add to the prompt's text."""
-    hf = tokenizer._hf
+    hf = tokenizer.hf
     before = hf.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     both = hf.decode([*prompt, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert both.startswith(before)
@@ -189,7 +189,7 @@ def stream(
 @pytest.mark.parametrize("name", [*TRAINED, *REAL])
 def test_encode_and_decode_equal_transformers(name: str, real: Callable[[str], Tokenizer]) -> None:
     tokenizer = real(name)
-    hf = tokenizer._hf
+    hf = tokenizer.hf
     for text in (*TEXTS, ""):
         for special in (True, False):
             ids = hf.encode(text, add_special_tokens=special)

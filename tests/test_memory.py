@@ -17,7 +17,7 @@ from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start, status  # noqa: F401
 
 from engine import ConfigError
-from engine.host.resident import give_back, give_back_code
+from engine.host.resident import clean_code, give_back, give_back_code
 from server import memory
 from server.app import create_app
 from server.config.settings import ServerSettings
@@ -168,6 +168,18 @@ def test_this_process_has_memory_and_can_give_some_back() -> None:
     assert give_back_code() > 5
     assert resident_memory() < before
     assert torch.ones(3, 3).matmul(torch.ones(3, 3)).sum() == 27  # it comes back
+
+
+def test_code_that_was_changed_is_kept() -> None:
+    """In memory, or swapped out; and so is all that is no code of a library."""
+    described = "".join(
+        f"{place}000-{place}800 {rights} 00000000 08:01 7 {file}\nRss: 8 kB\nAnonymous: {own} kB\nSwap: {swapped} kB\n"
+        for place, rights, file, own, swapped in (
+            ("a", "r-xp", "/lib/c.so.6", 0, 0), ("b", "r-xp", "/lib/d.so", 4, 0), ("c", "r-xp", "/lib/e.so", 0, 4),
+            ("d", "r--p", "/lib/c.so.6", 0, 0), ("e", "r-xp", "/bin/python", 0, 0), ("f", "r-xp", "/l/t.so.2.1", 0, 0),
+        )
+    )  # fmt: skip
+    assert clean_code(described) == [(0xA000, 0xA800), (0xF000, 0xF800)]
 
 
 # SIGUSR1: 400 MB of texts; SIGUSR2: all but the last one are freed, so that the C library keeps what they took.

@@ -178,7 +178,7 @@ def test_beams_equal_the_reference(
 ) -> None:
     """`transformers.generate(prefix_allowed_tokens_fn=...)`, the function made from llguidance's own view of the
     tokenizer: tokens and scores, greedily and by beams."""
-    oracle, one, clear = Oracle(tokenizer._hf, model.vocab, model.eos), engines(), 0
+    oracle, one, clear = Oracle(tokenizer.hf, model.vocab, model.eos), engines(), 0
     for seed in range(6):
         prompt = random_prompt(model.vocab, seed, 6 + seed)
         allowed = oracle.prefix_function(ASKED[name], len(prompt))

@@ -8,8 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-# A mapping of a library that nothing writes to: "7f00-7f80 r-xp 00001000 08:01 4711 /lib/libc.so.6".
-_LIBRARY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \d+ +/.*\.so(\.[\d.]+)?$")
+# The code of a library: "7f00-7f80 r-xp 00001000 08:01 4711 /lib/libc.so.6". Its other mappings may hold relocations.
+_LIBRARY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ \d+ +/.*\.so(\.[\d.]+)?$")
+# Pages that were changed, in memory or swapped out: these are no longer the file's.
+_OWN = ("Anonymous:", "Swap:")
 
 
 def give_back() -> None:
@@ -25,8 +27,8 @@ def give_back() -> None:
 
 
 def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
-    """Take the pages of libraries out of this process, and count their mappings; what is used comes back from the
-    system's cache. Takes tens of milliseconds.
+    """Release the code of libraries from this process, and count the mappings. The system's cache keeps it, and brings
+    back what is used. Takes tens of milliseconds.
 
     Loading torch touches 75 MB of its libraries, and serving a model 15 of them.
     """
@@ -34,12 +36,21 @@ def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
         return 0
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    places = clean_code(maps.read_text(encoding="utf-8", errors="replace"))
+    return sum(advise(start, end - start, mmap.MADV_DONTNEED) == 0 for start, end in places)
+
+
+def clean_code(maps: str) -> list[tuple[int, int]]:
+    """Where the code of libraries is that is as in their files, by the text of a process's smaps."""
+    found: dict[tuple[int, int], bool] = {}
     place: tuple[int, int] | None = None
-    count = 0
-    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-        if "-" in line.partition(" ")[0]:
-            found = _LIBRARY.match(line)
-            place = None if found is None else (int(found[1], 16), int(found[2], 16))
-        elif place is not None and line.startswith("Anonymous:") and line.split()[1] == "0":  # all is the file's
-            count += advise(place[0], place[1] - place[0], mmap.MADV_DONTNEED) == 0
-    return count
+    for line in maps.splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            code = _LIBRARY.match(line)
+            place = None if code is None else (int(code[1], 16), int(code[2], 16))
+            if place is not None:
+                found[place] = True
+        elif place is not None and name in _OWN and values[0] != "0":
+            found[place] = False
+    return [place for place, clean in found.items() if clean]

@@ -34,6 +34,10 @@ from engine.text.processor import OutputProcessor, check_vocabulary, load_tokeni
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
 
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenizer", "tools"}
+)
+
 
 class Metric(NamedTuple):
     """A number that the engine counts or measures."""
@@ -148,12 +152,17 @@ class LLM(PoolingMethods):
                 "continue_final_message and add_generation_prompt contradict each other; set one of them to False.",
                 param="continue_final_message",
             )
-        tokenizer = need_tokenizer(self.tokenizer, info)
+        tokenizer, named = need_tokenizer(self.tokenizer, info), chat_template_kwargs or {}
+        if reserved := sorted(_TEMPLATE_ARGUMENTS & named.keys()):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not hold {reserved[0]}, which is an argument of chat.",
+                param="chat_template_kwargs",
+            )
         inputs = [
             conversation_prompt(
                 conversation, tokenizer, chat_template=chat_template, tools=tools or None, documents=documents or None,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                **named,
             )
             for conversation in read_conversations(messages)
         ]  # fmt: skip
@@ -200,19 +209,22 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         each = [replace(spell_bad_words(params, self.tokenizer), truncate_prompt_tokens=None) for params in each]
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
+        begun: list[str] = []
         processors: dict[str, OutputProcessor] = {}
         results: dict[str, RequestOutput] = {}
         try:
             for request_id, input, chosen in zip(ids, inputs, each, strict=True):
                 self.engine.add_request(request_id, input, chosen)
+                begun.append(request_id)
                 result = results[request_id] = self._unanswered(request_id, input, chosen)
                 processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
             show = len(inputs) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
             with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
                 self._run(processors, results, bar)
         finally:
-            for request_id in processors:
-                self.engine.abort_request(request_id)
+            for request_id in begun:
+                if request_id not in results or not results[request_id].finished:
+                    self.engine.abort_request(request_id)
         return [results[request_id] for request_id in ids]
 
     def transcribe(

@@ -48,7 +48,8 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is None:
         return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
-    if not all(isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls):
+    listed = isinstance(calls, list | tuple)
+    if not listed or not all(isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) for one in calls):
         _fail("messages", f"{where}.tool_calls must hold dictionaries with id, type and function, {_got(calls)}.")
     return {**message, "content": content}
 
@@ -78,8 +79,22 @@ def conversation_prompt(
     template = template or tokenizer.need_chat_template(tools=tools is not None)
     if tools is not None and "tools" not in template:
         _fail("tools", "the chat template knows no tools, so that the model would not see them. Leave them out.")
-    text = tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **variables)  # type: ignore[arg-type]
+    described = None if tools is None else [_described(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tools=described, **variables)
     return TokenInput(tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def _described(tool: Tool, where: str) -> Mapping[str, Any]:
+    """A tool as OpenAI's clients send it."""
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils import get_json_schema  # slow to import
+
+    try:
+        schema: Mapping[str, Any] = get_json_schema(tool)
+    except Exception as error:  # a docstring or type hints are missing; transformers raises several kinds
+        _fail("tools", f"{where} cannot be described: {error}")
+    return schema
 
 
 def check_chats(info: EngineInfo) -> None:

@@ -1,12 +1,12 @@
-"""Weights of few bits made from those of a checkpoint, and their products where there are no kernels of our own.
+"""Quantised weights made from those of a checkpoint, and their products where there are no kernels of our own.
 
-Embeddings and norms keep their format. int8 has a scale for each `gemm.GROUP` inputs of an output, int4 a scale and a
-minimum, int8-fast a scale for each output. On a CPU activations become int8 in the product, with a scale for each group
-of a row, or for each row. Groups of int8 that is made here are rotated before, those of weights as well
-(`gemm.rotate`), so that a large activation takes less from its neighbours. What torch computes there is what
-`engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so that a row's result
-depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations keep their format and
-weights are widened (`device_product`).
+Norms keep their format, and so do embeddings that are no output matrix. int8 has a scale for each `gemm.GROUP` inputs
+of an output, int4 a scale and a minimum, int8-fast a scale for each output. On a CPU activations become int8 in the
+product, with a scale for each group of a row, or for each row. Groups of int8 that is made here are rotated before,
+those of weights as well (`gemm.rotate`), so that a large activation takes less from its neighbours. What torch
+computes there is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so
+that a row's result depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations
+keep their format and weights are widened (`device_product`).
 """
 
 from __future__ import annotations
@@ -340,24 +340,6 @@ def torch_product(made: gemm.Weight, bias: Tensor | None) -> Callable[[Tensor], 
         return sums.to(x.dtype).view(*x.shape[:-1], outputs)
 
     return product
-
-
-def look_up(weight: gemm.Weight | gemm.Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight of any kind, [*ids.shape, inputs], as an embedding reads them: the numbers that it is multiplied
-    as, rounded to a format.
-
-    Args:
-        weight: as a product has it on any device, or as our own kernels read it.
-        ids: of outputs, on the weight's device.
-    """
-    if isinstance(weight, gemm.Packed):
-        kept = torch.float32 if dtype == torch.float16 else dtype
-        return gemm.look_up(weight, ids, kept).to(dtype)
-    if isinstance(weight, Joined):
-        raise TypeError("a matrix of several kinds is no table")
-    rows = weight.changed(lambda tensor: tensor[ids.flatten()])
-    dense = rows.dense() if isinstance(rows, Quantised) else numbers_of(groups_of(rows)).flatten(1)
-    return dense.to(dtype).view(*ids.shape, weight.inputs)
 
 
 def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:

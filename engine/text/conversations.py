@@ -97,7 +97,7 @@ def _with_calls(message: dict[str, Any], empty: str | None, objects: bool) -> di
 
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    text = function["arguments"]
+    text = function.get("arguments") or ""
     if not isinstance(text, str):  # it is one already
         return function
     try:

@@ -35,6 +35,7 @@ class PlainTokenizer:
         backend: of the tokenizers library; special tokens that it lacks are added.
         settings: of tokenizer_config.json.
         chat_template: Jinja, or None.
+        folder: where these are.
 
     Attributes:
         special_tokens_map: the special tokens that have a name, by these.
@@ -43,8 +44,8 @@ class PlainTokenizer:
 
     is_fast = True
 
-    def __init__(self, backend: Tokenizer, settings: Mapping[str, Any], chat_template: str | None):
-        self._tokenizer = backend
+    def __init__(self, backend: Tokenizer, settings: Mapping[str, Any], chat_template: str | None, folder: Path):
+        self._tokenizer, self._folder = backend, folder
         self.init_kwargs = dict(settings)
         self.chat_template = chat_template
         self.truncation_side = settings.get("truncation_side", "right")
@@ -100,40 +101,13 @@ class PlainTokenizer:
         """Ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str | None,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        tokenize: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Messages to a prompt, in the sandbox of `transformers`; `tokenize` is False.
+    def whole(self) -> Any:
+        """The object of `transformers` that reads the same folder."""
+        from transformers import PreTrainedTokenizerFast  # slow to import
 
-        Raises:
-            ValueError: there are no messages, or an answer is to be both continued and begun.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
-
-        if not messages:
-            raise ValueError("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt are not compatible.")
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        texts, _ = render_jinja_template(
-            conversations=[given],
-            tools=tools,
-            documents=documents,
-            chat_template=chat_template or self.chat_template,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            **self.special_tokens_map | variables,
-        )
-        return str(texts[0])
+        made = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+        made.chat_template = self.chat_template
+        return made
 
 
 def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | None:
@@ -163,4 +137,4 @@ def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | No
         return None
     template = folder / "chat_template.jinja"
     own = template.read_text(encoding="utf-8") if template.is_file() else given.get("chat_template")
-    return PlainTokenizer(backend, given, own)
+    return PlainTokenizer(backend, given, own, folder)

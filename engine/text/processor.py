@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import ChoiceDelta, CompletionOutput, FinishReason, RequestDelta, TokenLogprobs
 from engine.interface.request import SamplingParams
+from engine.interface.values import MAX_LISTED_IDS
 from engine.text.encoding import Encoding
 from engine.text.stop_strings import StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
@@ -37,7 +38,14 @@ def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samp
     for word in params.bad_words:
         text = word.lstrip() or word
         banned += [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (text, f" {text}")]
-    return replace(params, bad_words=None, bad_words_ids=[word for word in dict.fromkeys(banned) if word])
+    listed = [word for word in dict.fromkeys(banned) if word]
+    if (count := sum(map(len, listed))) > MAX_LISTED_IDS:
+        raise InvalidRequestError(
+            f"bad_words have {count} tokens, in each word as a text begins with it and after a space; at most "
+            f"{MAX_LISTED_IDS} are allowed, those of bad_words_ids included.",
+            param="bad_words",
+        )
+    return replace(params, bad_words=None, bad_words_ids=listed)
 
 
 @dataclass(slots=True, kw_only=True)

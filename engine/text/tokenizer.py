@@ -14,6 +14,7 @@ from engine.interface.outputs import Logprob, TokenLogprobs
 from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer, WordDetokenizer
 from engine.text.encoding import Encoding, Side, encode_fast, encode_slow, encode_words
 from engine.text.languages import Languages
+from engine.text.plain import PlainTokenizer
 
 
 def _byte_characters() -> dict[str, int]:
@@ -134,7 +135,7 @@ class Tokenizer:
     @property
     def hf(self) -> Any:
         """The `transformers` tokenizer. Its settings are not to be changed."""
-        return self._hf
+        return self._hf.whole() if isinstance(self._hf, PlainTokenizer) else self._hf
 
     @property
     def is_fast(self) -> bool:

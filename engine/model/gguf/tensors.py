@@ -88,7 +88,8 @@ class StoredRows:
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows ids [N] in a format."""
-        return dequantise(self.octets[ids].view(-1), self.format).view(len(ids), -1).to(dtype)
+        width = self.octets.shape[1] // self.format.size * self.format.numbers
+        return dequantise(self.octets[ids].view(-1), self.format).view(len(ids), width).to(dtype)
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:
