@@ -311,6 +311,7 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
         "async_scheduling": True,  # a dry run on a CPU goes the way of a GPU
         "kv_cache_memory": sizes.pages * Work.of(config).kv_bytes,
         "generation_config": "none",
+        "quantization": "none",  # there are no files to look into
         "show_progress": False,
         "seed": 0,
     } | settings
