@@ -292,7 +292,7 @@ def with_block(block: Any, role: str = "user") -> dict[str, Any]:
         (asking(tools=[{"name": "a"}]), "tools[0].input_schema"),
         (asking(tools=[{"name": "a b", "input_schema": {}}]), "tools[0].name"),
         (asking(tools=[TOOL], tool_choice={"type": "some"}), "tool_choice.type"),
-        (asking(tool_choice={"type": "auto"}), "there are no tools"),
+        (asking(tool_choice={"type": "any"}), "there are no tools"),
         (asking(thinking={"type": "some"}), "thinking.type"),
         (asking(output_config={"format": {"type": "xml"}}), "output_config.format"),
         (asking(n=2), "n is not supported"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.answering.public_names import chat_request
 from server.answering.reading import (
     MAX_ID,
     Ignored,
@@ -93,7 +94,7 @@ def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
     fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return ChatCompletionRequest.model_validate(fields | _prompt_fields(body, ignored))
+    return chat_request(fields | _prompt_fields(body, ignored), NAMES)
 
 
 def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionRequest:
@@ -105,7 +106,7 @@ def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionReq
     Raises:
         ApiError: something is wrong, or not supported.
     """
-    return ChatCompletionRequest.model_validate(_prompt_fields(body, ignored))
+    return chat_request(_prompt_fields(body, ignored), NAMES)
 
 
 def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
@@ -147,8 +148,8 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     if variables:
         fields["chat_template_kwargs"] = variables
     choice = _read_choice(body.tool_choice)
-    if body.tools and not fields["tools"] and choice.get("tool_choice") == "auto":
-        del choice["tool_choice"]  # none of them is left
+    if not fields.get("tools") and choice.get("tool_choice") == "auto":
+        del choice["tool_choice"]  # there are none, or none is left
     return fields | choice | _read_config(body.output_config)
 
 

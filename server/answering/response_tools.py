@@ -19,6 +19,7 @@ Tool = Mapping[str, Any]
 
 _BETWEEN = "__"  # a namespace and a name, as in the names of MCP's tools
 _INPUT = "input"  # the one argument that a custom tool has as a function
+MAX_FUNCTIONS = 512  # of a request, those in namespaces included
 _MOST_GRAMMAR = 200_000  # characters of all grammars of a request, and of the expressions that they become
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
@@ -152,6 +153,8 @@ def read_response_tools(given: Sequence[Any], items: Iterable[Mapping[str, Any]]
     for item in items:
         for index, tool in enumerate(item["tools"] if item["type"] == "additional_tools" else ()):
             tools.add(tool, f"input.additional_tools.tools[{index}]", again=True)
+    if (count := len(tools.chat)) > MAX_FUNCTIONS:
+        fail("tools", f"tools may hold at most {MAX_FUNCTIONS} functions with those in namespaces, got {count}.")
     return tools
 
 
