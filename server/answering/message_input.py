@@ -237,20 +237,37 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         else:
             wanted = f"{where}.content must be a string or a non-empty list of blocks"
             fail(f"{where}.content", f"{wanted}, got {shown(content)}.")
-        for place, block in enumerate(blocks):
-            _add(messages, role, block, f"{where}.content[{place}]", ignored)
+        placed = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
+        if role == "user":
+            placed.sort(key=lambda one: not _is_result(one[0]))  # templates want a result right behind its call
+        for block, place in placed:
+            _add(messages, role, block, place, ignored)
     if not messages:
         fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
     for said in messages:
+        for name in ("reasoning_content", "content"):
+            if isinstance(said.get(name), list):
+                said[name] = "\n".join(said[name])
         if not said.get("tool_calls"):
             said.setdefault("content", "")
     return messages
 
 
+def _is_result(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_result"
+
+
 def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
+    """Take a block in.
+
+    The assistant's text behind a call moves before it: some templates want nothing between a call and its result. Texts
+    are lists here, and are joined once, at the end.
+    """
     kind: Any = block.get("type") if isinstance(block, dict) else None
     said = isinstance(kind, str) and role == "assistant"
     if kind == "tool_result" and role == "user":
+        if block.get("is_error"):
+            ignored.add("messages.is_error")  # no template has a place for it
         _add_result(messages, block, read_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored), where)
     elif said and kind in _CALLS:
         _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
@@ -258,15 +275,12 @@ def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, igno
         check_value(block.get("content"), f"{where}.content")
         _add_result(messages, block, json.dumps(_readable(block.get("content")), ensure_ascii=False), where)
     elif said and kind == "thinking":
-        message, text = _last(messages, role), read_text(block, "thinking", where)
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        _last(messages, role).setdefault("reasoning_content", []).append(read_text(block, "thinking", where))
     elif said and kind == "redacted_thinking":
         ignored.add("messages.redacted_thinking")
     else:
         text = read_part(block, where, _READERS[role], ignored)
-        message = _last(messages, role)
-        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
+        _last(messages, role).setdefault("content", []).append(text)
 
 
 def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], text: str, where: str) -> None:
