@@ -41,9 +41,14 @@ def read_early(config: EngineConfig, settings: ServerSettings) -> EarlyTokenizer
     source = config.tokenizer or known_folder(config.model)
     if source is None or config.skip_tokenizer_init:
         return None
-    revision = config.revision if config.tokenizer else None
     try:
-        tokenizer = load_tokenizer(source, revision=revision, hf_token=config.hf_token, alone=True)
+        tokenizer = load_tokenizer(
+            source,
+            revision=None if config.tokenizer else config.revision,
+            hf_token=config.hf_token,
+            chat_template=config.chat_template,
+            alone=True,
+        )
         make_reader(tokenizer, settings)
     except (ConfigError, ModelLoadError) as error:
         logger.debug("the tokenizer will be read later: %s", error)

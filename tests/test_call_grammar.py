@@ -12,6 +12,7 @@ from support.conversing import PARSERS, Conversing, saying
 
 from engine import StructuredOutputsParams
 from engine.text.grammars import grammar_text
+from server.answering import argument_schemas
 from server.answering.call_grammar import call_grammar
 from server.answering.formats import CALLS, _files, choose_formats
 from server.answering.lark_regex import lark_to_regex
@@ -314,6 +315,16 @@ def test_values_that_no_argument_can_have_are_dropped(schema: dict[str, Any], dr
         assert accepts(api.params.structured_outputs.grammar, {}, write("hermes", ("add", '{"a": [5]}')))
 
 
+def test_a_value_is_compared_with_each_type_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(argument_schemas, "_is", lambda value, kind: compared.append(kind))
+    assert argument_schemas.possible({"type": ["string", "null"] * 50, "enum": [1]}) == (
+        {"type": ["string", "null"] * 50},
+        True,
+    )
+    assert sorted(compared) == ["null", "string"]
+
+
 def in_xml(name: str, **values: str) -> str:
     pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
@@ -471,12 +482,38 @@ def test_a_grammar_without_recursion_is_an_expression() -> None:
         ('start: ("a"', "not closed"), ('start: "a" )', "out of place"), ('start: "a" ~ b', "where a number"),
         ('%ignore " "\nstart: "a"', "not supported"), ("start: $", "cannot be read"), ('"a"', "no rule in"),
         ('start: a a\na: b b\nb: c c\nc: "' + "x" * 20_000 + '"', "more than 50000 characters"),
+        ("start: a a a\na:" + " b" * 100 + '\nb: "' + "x" * 20_000 + '"', "rules have more than 1000000 characters"),
         ("//" + "x" * 50_000, "at most 50000 are read"),
     ],
 )  # fmt: skip
 def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lark_to_regex(grammar)
+
+
+def test_a_rule_goes_on_behind_blank_lines_and_comments() -> None:
+    gap = "\n" + "\n \t// no rule\n\r\n" * 1000
+    assert lark_to_regex(f'start: "a"{gap}  | b{gap}b: "c"{gap}') == "(?:a|(?:c))"
+
+
+def test_the_grammars_of_a_request_are_bounded_together() -> None:
+    def tool(name: str, length: int) -> dict[str, Any]:
+        definition = f'start: "{name}{"x" * length}"'
+        return {
+            "type": "custom",
+            "name": name,
+            "format": {"type": "grammar", "syntax": "lark", "definition": definition},
+        }
+
+    api = Conversing(saying("ok"), **PARSERS)
+    tools = [tool(name, 40_000) for name in "abc"]
+    answer = api.post("/v1/responses", {"input": "a", "tools": [*tools, tool("d", 9)]})
+    assert answer.headers["x-octavo-ignored-fields"] == "tools.c.format"
+    again = [{"type": "additional_tools", "tools": tools[:1]}, {"role": "user", "content": "a"}]
+    answer = api.post("/v1/responses", {"input": again * 9, "tools": tools[:2]})
+    assert (answer.status_code, answer.headers.get("x-octavo-ignored-fields")) == (200, None), (
+        "the same ones count once"
+    )
 
 
 @pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "edit"}], ids=["auto", "forced"])

@@ -15,13 +15,15 @@ import pytest
 from fake_client import hf_byte_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine import ConfigError
+from engine import ConfigError, EngineConfig
 from engine.text.chat_templates import NAMES, read_template
 from engine.text.processor import Tokenizer
 from server.answering.messages import read_messages
 from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer, Rendering
 from server.answering.tools import read_tools
+from server.config.settings import DEMO_MODEL, ServerSettings
+from server.early import read_early
 from server.errors import ApiError
 from server.workers.fitting import Roles, Writing, mark, probe, shows_all
 from server.workers.pool import WorkerPool
@@ -358,6 +360,16 @@ def test_a_template_without_tools_is_told_of_them() -> None:
         assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in system
         assert (mark(0) in system) == (first == "system")
     assert rendered(PLAIN, probe(("user",)), prompted=True) == f"user:{mark(0)};"
+
+
+def test_a_template_that_is_set_outweighs_the_model_s() -> None:
+    """Also where the tokenizer is read while the engine loads."""
+    for template in (None, "chatml"):
+        config = EngineConfig(model=str(DEMO_MODEL), chat_template=template)
+        early = read_early(config, ServerSettings())
+        assert early is not None
+        assert early.tokenizer is not None
+        assert (early.tokenizer.chat_template == read_template("chatml")) == (template == "chatml")
 
 
 def test_a_model_may_have_a_template_of_its_own_for_tools(pool: WorkerPool) -> None:

@@ -124,14 +124,21 @@ def test_blocks_are_messages() -> None:
                 {"type": "text", "text": "c"},
                 {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
                 {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
+                {"type": "text", "text": "e"},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "cold"},
-                {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "warm"}]},
                 {"type": "text", "text": "d"},
+                {"type": "tool_result", "tool_use_id": "t1", "content": "cold", "is_error": True},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "content": [{"type": "text", "text": "warm"}],
+                    "is_error": False,
+                },
+                {"type": "text", "text": ""},
             ],
         },
     ]
@@ -140,9 +147,10 @@ def test_blocks_are_messages() -> None:
     assert answer.status_code == 200, answer.text
     assert api.prompts == [
         "tool:weather;system:Be kind.;user:a\nb;"
-        'assistant:<think>hm</think>c[t1 weather {"city": "Oslo"}][t2 weather {}];'
-        "tool:cold(t1);tool:warm(t2);user:d;assistant:"
+        'assistant:<think>hm</think>c\ne[t1 weather {"city": "Oslo"}][t2 weather {}];'
+        "tool:cold(t1);tool:warm(t2);user:d\n;assistant:"
     ]
+    assert answer.headers["x-octavo-ignored-fields"] == "messages.is_error"
 
 
 def test_the_assistant_s_last_message_is_gone_on_from() -> None:
@@ -292,7 +300,7 @@ def with_block(block: Any, role: str = "user") -> dict[str, Any]:
         (asking(tools=[{"name": "a"}]), "tools[0].input_schema"),
         (asking(tools=[{"name": "a b", "input_schema": {}}]), "tools[0].name"),
         (asking(tools=[TOOL], tool_choice={"type": "some"}), "tool_choice.type"),
-        (asking(tool_choice={"type": "auto"}), "there are no tools"),
+        (asking(tool_choice={"type": "any"}), "there are no tools"),
         (asking(thinking={"type": "some"}), "thinking.type"),
         (asking(output_config={"format": {"type": "xml"}}), "output_config.format"),
         (asking(n=2), "n is not supported"),

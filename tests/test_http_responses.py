@@ -241,7 +241,7 @@ def test_effort_none_asks_the_template_for_no_thinking() -> None:
         {"safety_identifier": "x"}, {"prompt_cache_key": "k"}, {"max_tool_calls": 3},
         {"include": ["reasoning.encrypted_content"]}, {"text": {"format": {"type": "text"}}}, {"tools": []},
         {"tool_choice": "none"}, {"previous_response_id": None}, {"metadata": None}, {"conversation": None},
-        {"reasoning": {"summary": "detailed"}}, {"client_metadata": {"a": "b"}},
+        {"reasoning": {"summary": "detailed"}}, {"tools": [], "tool_choice": "auto"}, {"client_metadata": {"a": "b"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -263,6 +263,11 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.",
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 
 ALLOWED = {"type": "allowed_tools", "tools": [{"type": "function", "name": "weather"}, {"type": "mcp"}]}
+
+
+def many(namespaces: int, functions: int) -> list[Any]:
+    inner = [{"type": "function", "name": f"f{index}"} for index in range(functions)]
+    return [{"type": "namespace", "name": f"n{index}", "tools": inner} for index in range(namespaces)]
 
 
 def calling(name: str, **arguments: str) -> str:
@@ -289,6 +294,9 @@ def test_tools_in_namespaces_are_called_by_their_own_names() -> None:
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents", "close")
     assert [tool["type"] for tool in response["tools"]] == ["namespace", "function"]
     assert answer.headers["x-octavo-ignored-fields"] == "tools.web_search"
+    assert api.post(PATH, {"input": "hi", "tools": many(2, 65)}).status_code == 200, (
+        "more than a chat request may bring"
+    )
     long = {**AGENTS, "name": "n" * 64}
     api = Conversing(saying("ok"), **PARSERS)
     assert api.post(PATH, {"input": "hi", "tools": [long]}).status_code == 200
@@ -336,6 +344,8 @@ def test_what_ran_elsewhere_is_a_call_with_its_result() -> None:
         {"type": "local_shell_call_output", "id": "l1", "output": "a.py"},
         {"type": "shell_call", "call_id": "s1", "action": {"commands": ["pwd"]}},
         {"type": "shell_call_output", "call_id": "s1", "output": [{"stdout": "/"}]},
+        {"type": "apply_patch_call", "call_id": "p1", "operation": {"type": "delete_file"}},
+        {"type": "apply_patch_call_output", "call_id": "p1", "status": "failed"},
         {"type": "mcp_call", "id": "m1", "name": "n", "server_label": "s", "arguments": "{}", "output": "yes"},
         {"type": "reasoning", "encrypted_content": "x", "summary": []},
         {"type": "reasoning", "encrypted_content": "x", "summary": [{"type": "summary_text", "text": "hm"}]},
@@ -348,6 +358,7 @@ def test_what_ran_elsewhere_is_a_call_with_its_result() -> None:
         'assistant:[w1 web_search {"action": {"type": "search", "query": "q"}}];tool:completed(w1);'
         'assistant:[l1 local_shell {"action": {"command": ["ls"]}}];tool:a.py(l1);'
         'assistant:[s1 shell {"action": {"commands": ["pwd"]}}];tool:[{"stdout": "/"}](s1);'
+        'assistant:[p1 apply_patch {"operation": {"type": "delete_file"}}];tool:failed(p1);'
         'assistant:[m1 mcp {"name": "n", "server_label": "s", "arguments": "{}"}];tool:yes(m1);'
         "assistant:<think>hm</think>;assistant:"
     ]
@@ -406,7 +417,11 @@ def test_tools_that_would_run_here_are_left_out_and_cannot_be_forced(kind: str) 
         ({"input": "a", "reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"input": "a", "reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"input": "a", "tool_choice": "auto"}, "tool_choice"), ({"input": "a", "tools": [{}]}, "tools[0]"),
+        ({"input": "a", "tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"role": "user", "content": "a"}] * 8192, "instructions": "b"}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "w"}] * 4500}, "input"),
+        ({"input": "a", "tools": many(4, 129)}, "tools"),
+        ({"input": "a", "tools": [{}]}, "tools[0]"),
         ({"input": "a", "tools": [TOOL, TOOL]}, "tools"),
         ({"input": "a", "tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]}, "tools[0].format"),
         ({"input": "a", "tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),

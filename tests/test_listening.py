@@ -27,6 +27,7 @@ from engine import EngineConfig
 from server import run
 from server.app import create_app
 from server.config.settings import ServerSettings
+from server.door import loading
 from server.door.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
 from server.door.loading import answering_while_loading
 from server.door.root_path import RootPath
@@ -38,7 +39,9 @@ PASSWORD = "open sesame"
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_connections_are_answered_while_the_model_loads(tls: bool, request: pytest.FixtureRequest) -> None:
+def test_connections_are_answered_while_the_model_loads(
+    tls: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     """With 503, whatever they ask and send; afterwards the socket listens on for the service."""
     given: dict[str, str] = {}
     if tls:
@@ -54,12 +57,29 @@ def test_connections_are_answered_while_the_model_loads(tls: bool, request: pyte
             assert client.head(listener.url).headers["Content-Length"] == answer.headers["Content-Length"]
             assert client.post(f"{listener.url}/v1/completions", content=b"a" * 500_000).status_code == 503
             silent = socket.create_connection(listener.socket.getsockname())  # holds nothing up
+            silent.sendall(b"GET")
         silent.close()
+        assert not caplog.records, "asyncio logs a task that was cancelled"
         later = socket.create_connection(listener.socket.getsockname())
         listener.socket.settimeout(PATIENCE)
         while listener.socket.accept()[1] != later.getsockname():  # the silent one's may have waited, too
             pass
         later.close()
+
+
+def test_few_connections_are_open_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_MOST_CONNECTIONS", 2)
+    settings = ServerSettings(port=0, api_key=("k",))
+    with Listener(settings) as listener, answering_while_loading(listener.socket, settings, "some/model"):
+        address = listener.socket.getsockname()
+        first, second, third = (socket.create_connection(address, PATIENCE) for _ in range(3))
+        assert third.recv(1) == b""
+        second.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        answer = second.makefile("rb").read().decode()
+        assert "503 Service Unavailable" in answer
+        assert "some/model" not in answer, "without a key"
+        for one in (first, second, third):
+            one.close()
 
 
 @pytest.fixture

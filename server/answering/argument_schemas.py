@@ -43,7 +43,7 @@ def possible(schema: Any) -> tuple[Any, bool]:
             return one
         if not all(isinstance(kind, str) and kind in _TYPES for kind in wanted):
             return one
-        if any(_is(value, kind) for value in values for kind in wanted):
+        if any(_is(value, kind) for kind in set(wanted) for value in values):
             return one
         found = True
         return {name: value for name, value in one.items() if name != "enum"}

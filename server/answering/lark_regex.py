@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MOST_CHARACTERS = 50_000  # of the grammar, and of a rule that is written out
-_MOST_IN_ALL = 1_000_000  # of all rules that are written out
+_MOST_IN_ALL = 1_000_000  # of all rules that are written out, each as often as its name stands
 _TOKEN = re.compile(
     r"""
-    (?P<space>[ \t\r\f]+ | //[^\n]* | \n(?=\s*(?:\||//|\n)))   # a rule goes on where a line begins with |
+    (?P<space>[ \t\r\f]+ | //[^\n]* | \n(?=[ \t\r\f]*(?:\||//|\n)))   # a rule goes on where a line begins with |
     | (?P<line>\n)
     | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
     | (?P<regex>/(?!/)(?:[^/\\\n]|\\.)+/[imslux]*)
@@ -100,7 +100,7 @@ class _Expander:
     rules: Mapping[str, list[Token]]
     done: dict[str, str] = field(default_factory=dict)
     within: list[str] = field(default_factory=list)
-    written: int = 0  # characters of all rules
+    written: int = 0  # characters, of each rule as often as its name stands
 
     def expanded(self, name: str) -> str:
         """The expression of a rule."""
@@ -113,9 +113,11 @@ class _Expander:
             body = _Body(self, self.rules[name])
             self.done[name] = body.whole()
             self.within.pop()
-            self.written += len(self.done[name])
-        if len(self.done[name]) > _MOST_CHARACTERS or self.written > _MOST_IN_ALL:
+        self.written += len(self.done[name])
+        if len(self.done[name]) > _MOST_CHARACTERS:
             raise ValueError(f"written out, its rule {name} has more than {_MOST_CHARACTERS} characters")
+        if self.written > _MOST_IN_ALL:
+            raise ValueError(f"written out, its rules have more than {_MOST_IN_ALL} characters together")
         return self.done[name]
 
 

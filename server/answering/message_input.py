@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.answering.public_names import chat_request
 from server.answering.reading import (
     MAX_ID,
     Ignored,
@@ -93,7 +94,7 @@ def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
     fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return ChatCompletionRequest.model_validate(fields | _prompt_fields(body, ignored))
+    return chat_request(fields | _prompt_fields(body, ignored), NAMES)
 
 
 def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionRequest:
@@ -105,7 +106,7 @@ def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionReq
     Raises:
         ApiError: something is wrong, or not supported.
     """
-    return ChatCompletionRequest.model_validate(_prompt_fields(body, ignored))
+    return chat_request(_prompt_fields(body, ignored), NAMES)
 
 
 def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
@@ -147,8 +148,8 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     if variables:
         fields["chat_template_kwargs"] = variables
     choice = _read_choice(body.tool_choice)
-    if body.tools and not fields["tools"] and choice.get("tool_choice") == "auto":
-        del choice["tool_choice"]  # none of them is left
+    if not fields.get("tools") and choice.get("tool_choice") == "auto":
+        del choice["tool_choice"]  # there are none, or none is left
     return fields | choice | _read_config(body.output_config)
 
 
@@ -236,20 +237,37 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         else:
             wanted = f"{where}.content must be a string or a non-empty list of blocks"
             fail(f"{where}.content", f"{wanted}, got {shown(content)}.")
-        for place, block in enumerate(blocks):
-            _add(messages, role, block, f"{where}.content[{place}]", ignored)
+        placed = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
+        if role == "user":
+            placed.sort(key=lambda one: not _is_result(one[0]))  # templates want a result right behind its call
+        for block, place in placed:
+            _add(messages, role, block, place, ignored)
     if not messages:
         fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
     for said in messages:
+        for name in ("reasoning_content", "content"):
+            if isinstance(said.get(name), list):
+                said[name] = "\n".join(said[name])
         if not said.get("tool_calls"):
             said.setdefault("content", "")
     return messages
 
 
+def _is_result(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_result"
+
+
 def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
+    """Take a block in.
+
+    The assistant's text behind a call moves before it: some templates want nothing between a call and its result. Texts
+    are lists here, and are joined once, at the end.
+    """
     kind: Any = block.get("type") if isinstance(block, dict) else None
     said = isinstance(kind, str) and role == "assistant"
     if kind == "tool_result" and role == "user":
+        if block.get("is_error"):
+            ignored.add("messages.is_error")  # no template has a place for it
         _add_result(messages, block, read_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored), where)
     elif said and kind in _CALLS:
         _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
@@ -257,15 +275,12 @@ def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, igno
         check_value(block.get("content"), f"{where}.content")
         _add_result(messages, block, json.dumps(_readable(block.get("content")), ensure_ascii=False), where)
     elif said and kind == "thinking":
-        message, text = _last(messages, role), read_text(block, "thinking", where)
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        _last(messages, role).setdefault("reasoning_content", []).append(read_text(block, "thinking", where))
     elif said and kind == "redacted_thinking":
         ignored.add("messages.redacted_thinking")
     else:
         text = read_part(block, where, _READERS[role], ignored)
-        message = _last(messages, role)
-        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
+        _last(messages, role).setdefault("content", []).append(text)
 
 
 def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], text: str, where: str) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
 
 from engine import InvalidRequestError
-from server.errors import ApiError
+from server.api.chat_schemas import ChatCompletionRequest
+from server.errors import ApiError, describe_validation
 
 
 def public_name(param: str | None, names: Mapping[str, str]) -> str | None:
@@ -43,6 +47,23 @@ def public_names(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(
             problem.status_code, message, param=param, code=problem.code, headers=problem.headers
         ) from problem
+
+
+def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
+    """The chat request that an endpoint makes of its own.
+
+    Args:
+        fields: of the chat request; what the endpoint takes may be more than a chat request may hold.
+        names: the client's, by those of chat requests.
+
+    Raises:
+        ApiError: names the client's field that is wrong.
+    """
+    with public_names(names):
+        try:
+            return ChatCompletionRequest.model_validate(fields)
+        except ValidationError as problem:
+            raise describe_validation(list(problem.errors(include_url=False))) from None
 
 
 def _worded(message: str, before: str | None, after: str | None) -> str:

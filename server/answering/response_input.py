@@ -201,7 +201,8 @@ def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
         elif kind in _RAN_AT_OPENAI or kind in _RAN_AT_CLIENT:
             _add_elsewhere(messages, item)
         elif kind != "additional_tools":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _as_text(item["output"])})
+            result = _as_text(item.get("output") or item.get("status") or "")  # of a patch, maybe no more than that
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             message.setdefault("content", "")

@@ -19,6 +19,8 @@ Tool = Mapping[str, Any]
 
 _BETWEEN = "__"  # a namespace and a name, as in the names of MCP's tools
 _INPUT = "input"  # the one argument that a custom tool has as a function
+MAX_FUNCTIONS = 512  # of a request, those in namespaces included
+_MOST_GRAMMAR = 200_000  # characters of all grammars of a request, and of the expressions that they become
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -45,6 +47,8 @@ class ResponseTools:
         self._ignored = ignored
         self._chat: dict[str, dict[str, Any]] = {}
         self._called: dict[str, Called] = {}
+        self._patterns: dict[str, str | None] = {}  # by the grammar; None where it is not enforced
+        self._grammar_room = _MOST_GRAMMAR
         self.shown: list[dict[str, Any]] = []
         self.enforced: dict[str, dict[str, Any]] = {}
 
@@ -101,12 +105,25 @@ class ResponseTools:
             return None
         if format_["syntax"] == "regex":
             return str(format_["definition"])
+        grammar = format_["definition"]
+        if grammar not in self._patterns:
+            self._patterns[grammar] = self._expression(grammar)
+        if self._patterns[grammar] is None:
+            self._ignored.add(f"tools.{tool['name']}.format")
+        return self._patterns[grammar]
+
+    def _expression(self, grammar: str) -> str | None:
+        """A grammar as a regular expression, if it can be one."""
         try:
-            return lark_to_regex(format_["definition"])
+            if len(grammar) > self._grammar_room:
+                raise ValueError(f"the request's grammars take more than {_MOST_GRAMMAR} characters together")
+            self._grammar_room -= len(grammar)
+            pattern = lark_to_regex(grammar)
+            self._grammar_room -= len(pattern)
         except (ValueError, RecursionError) as problem:
             logger.info("The format of a custom tool is not enforced: %s.", problem)
-            self._ignored.add(f"tools.{tool['name']}.format")
             return None
+        return pattern
 
     def _add_namespace(self, tool: Tool, where: str, *, again: bool) -> bool:
         name, inner = read_text(tool, "name", where, least=1, most=MAX_FUNCTION_NAME), tool.get("tools")
@@ -136,6 +153,8 @@ def read_response_tools(given: Sequence[Any], items: Iterable[Mapping[str, Any]]
     for item in items:
         for index, tool in enumerate(item["tools"] if item["type"] == "additional_tools" else ()):
             tools.add(tool, f"input.additional_tools.tools[{index}]", again=True)
+    if (count := len(tools.chat)) > MAX_FUNCTIONS:
+        fail("tools", f"tools may hold at most {MAX_FUNCTIONS} functions with those in namespaces, got {count}.")
     return tools
 
 

@@ -16,7 +16,7 @@ from server.answering.conversation import ConversationRun
 from server.answering.events import Events
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
-from server.answering.public_names import public_name, public_names
+from server.answering.public_names import chat_request, public_name, public_names
 from server.answering.reading import Ignored, fail, read_text
 from server.answering.response_events import ResponseEvents, completed
 from server.answering.response_input import Item, to_messages
@@ -79,9 +79,7 @@ def read_chat(
     if _LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     tools = read_response_tools(body.tools or (), items, ignored)
-    if tools.chat:
-        fields["tools"] = tools.chat
-    if body.tool_choice is not None and not (body.tools and not tools.chat and body.tool_choice == "auto"):
+    if body.tool_choice is not None and (tools.chat or body.tool_choice != "auto"):
         fields["tool_choice"] = _chat_choice(body.tool_choice, ignored)
     if body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
@@ -94,7 +92,9 @@ def read_chat(
             variables.setdefault("enable_thinking", False)
     if variables:
         fields["chat_template_kwargs"] = variables
-    return ChatCompletionRequest.model_validate(fields), tools
+    chat = chat_request(fields, NAMES)
+    chat.tools = tools.chat or None  # which may be more than a chat request brings
+    return chat, tools
 
 
 def _refuse(body: ResponseRequest) -> None:

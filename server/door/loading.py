@@ -17,6 +17,7 @@ RETRY_AFTER = 5  # seconds
 _PATIENCE = 5.0  # seconds that a client gets for its request, and to read the answer
 _LAST_MOMENT = 0.5  # seconds that answers get to end once the model has loaded
 _MOST_HEAD = 65536
+_MOST_CONNECTIONS = 256  # at a time; others are closed
 _MOST_BODY = 1 << 20  # bytes of a request that are read before its connection is closed
 
 
@@ -32,10 +33,12 @@ def answering_while_loading(listener: socket, settings: ServerSettings, model_id
     if settings.ssl_certfile is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
+    keys = settings.api_key or settings.api_key_file is not None
+    shown = "The model" if keys else f"The model {model_id}"  # its name is for those who have a key
     loop = asyncio.new_event_loop()
     opened = loop.run_until_complete(
         # A copy of the socket, which asyncio closes at the end.
-        asyncio.start_server(partial(_answer, _response(model_id)), sock=listener.dup(), ssl=tls, limit=_MOST_HEAD)
+        asyncio.start_server(partial(_answer, _response(shown), set()), sock=listener.dup(), ssl=tls, limit=_MOST_HEAD)
     )
     thread = threading.Thread(target=loop.run_forever, name="while-loading", daemon=True)
     thread.start()
@@ -62,10 +65,10 @@ async def _finish(opened: asyncio.Server) -> None:
     await asyncio.gather(*late, return_exceptions=True)
 
 
-def _response(model_id: str) -> tuple[bytes, bytes]:
+def _response(model: str) -> tuple[bytes, bytes]:
     """Head and body."""
     error = {
-        "message": f"The model {model_id} is loading. Try again in {RETRY_AFTER} s.",
+        "message": f"{model} is loading. Try again in {RETRY_AFTER} s.",
         "type": "server_error",
         "param": None,
         "code": "loading",
@@ -81,8 +84,17 @@ def _response(model_id: str) -> tuple[bytes, bytes]:
     return head.encode(), body
 
 
-async def _answer(response: tuple[bytes, bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _answer(
+    response: tuple[bytes, bytes],
+    open_: set[asyncio.StreamWriter],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
     head, body = response
+    if len(open_) >= _MOST_CONNECTIONS:
+        writer.close()
+        return
+    open_.add(writer)
     try:
         async with asyncio.timeout(_PATIENCE):
             request = await reader.readuntil(b"\r\n\r\n")
@@ -95,5 +107,8 @@ async def _answer(response: tuple[bytes, bytes], reader: asyncio.StreamReader, w
                 left -= len(data)
     except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return  # the client has gone, is slow, or speaks no HTTP
+    except asyncio.CancelledError:
+        return  # the model has loaded; asyncio would log a task that ends cancelled as an error
     finally:
+        open_.remove(writer)
         writer.close()

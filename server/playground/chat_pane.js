@@ -135,8 +135,7 @@ export class ChatPane {
   async replace(messages, undone = () => {}) {
     if (this.session.running) return;
     this.remember();
-    const { conversation } = this;
-    const before = conversation.messages;
+    const { conversation, messages: before } = this;
     conversation.messages = messages;
     conversation.title ||= titleFrom(messages[0].content);
     this.thread.draw(messages);
@@ -161,7 +160,7 @@ export class ChatPane {
     return (answer) => {
       if (performance.now() < next) return;
       next = performance.now() + SAVE;
-      this.save({ ...conversation, messages: [...conversation.messages, ...(answer.isEmpty ? [] : [answer.message()])] });
+      this.save(conversation, Date.now(), [...conversation.messages, ...(answer.isEmpty ? [] : [answer.message()])]);
     };
   }
 
@@ -184,11 +183,12 @@ export class ChatPane {
     this.save({ ...conversation, title }, conversation.updated);
   }
 
-  async save(conversation = this.conversation, updated = Date.now()) {
+  async save(conversation = this.conversation, updated = Date.now(), messages = conversation.messages) {
     if (this.gone.has(conversation.id)) return;
+    this.context.store.part(conversation);
     conversation.updated = updated;
     try {
-      await this.context.store.save(conversation);
+      await this.context.store.save({ ...conversation, messages });
       this.composer.unsaved.replaceChildren();
     } catch (error) {
       this.composer.unsaved.textContent = error.message;

@@ -1,5 +1,7 @@
 // Conversations in the browser's database. Where the browser has none for this page, they last as long as the page.
 
+import { branch } from "./conversation.js";
+
 const LIMIT = 16 * 2 ** 20; // characters of all conversations together
 const TABLE = "conversations";
 
@@ -20,7 +22,7 @@ export class Store {
   constructor(name = "octavo", limit = LIMIT) {
     Object.assign(this, { name, limit, all: new Map(), sizes: new Map(), database: null, onChange: () => {} });
     this.channel = new BroadcastChannel(`${name}-${TABLE}`);
-    this.channel.onmessage = () => this.load(); // another tab has changed something
+    this.channel.onmessage = () => this.lasting && this.load(); // another tab has changed something
   }
 
   async open() {
@@ -55,6 +57,13 @@ export class Store {
     const holds = (text) => text.toLowerCase().includes(wanted);
     const found = [...this.all.values()].filter(({ title, messages }) => holds(title) || messages.some(({ content }) => holds(content)));
     return found.sort((a, b) => b.updated - a.updated);
+  }
+
+  // Makes a branch of a conversation that another tab has saved since this one opened or saved it: both are kept.
+  part(conversation) {
+    if (!(this.all.get(conversation.id)?.updated > conversation.updated)) return;
+    const { id, title } = branch(conversation, 0);
+    Object.assign(conversation, { id, title });
   }
 
   // Throws StorageFull.

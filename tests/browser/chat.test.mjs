@@ -166,6 +166,32 @@ test("a reload keeps the conversation, also in the middle of an answer", async (
   assert.deepEqual(await titles(page), ["One"]);
 });
 
+test("two tabs that go on with one conversation keep both", async () => {
+  const page = await visit();
+  await reply(page, "One", "An answer.");
+  const other = await tab.context.newPage();
+  await other.goto(page.url());
+  await other.waitForSelector("#pane-chat .said");
+  await script(other);
+  await reply(other, "There", "Yes.");
+  await other.click("text=Rename");
+  await other.getByLabel("Title").fill("There");
+  await other.keyboard.press("Enter");
+  await page.waitForSelector('.thread-title:has-text("There")'); // the first tab has heard of both
+  const there = ["There", ["One", "An answer.", "There", "Yes."]];
+  await ask(page, "Here");
+  await say(page, "It begins");
+  await until(async () => JSON.stringify(await kept(page)) === JSON.stringify([["One (branch)", ["One", "An answer.", "Here", "It begins"]], there]));
+  await say(page, ", and ends.");
+  await end(page);
+  await until(async () => (await kept(page))[0][1][3] === "It begins, and ends.");
+  await reply(page, "More", "No.");
+  await until(async () => (await kept(page))[0][1].length === 6);
+  assert.equal((await kept(page)).length, 2, "a branch is saved where it was");
+  await reply(other, "Further", "Well.");
+  await until(async () => JSON.stringify(await titles(other)) === '["There","One (branch)"]');
+});
+
 test("conversations are listed, searched, renamed and deleted, and each has its own settings", async () => {
   const page = await visit();
   await page.click(".system summary");
