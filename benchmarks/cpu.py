@@ -350,7 +350,7 @@ class Run:
 
 
 def output_of(options: argparse.Namespace) -> Path | None:
-    """Where the result is kept, if it is."""
+    """The file for the result; None to keep none."""
     if options.output is None or options.output.name:
         return options.output  # type: ignore[no-any-return]
     return ROOT / "benchmarks" / "results" / "cpu.json"

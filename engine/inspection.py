@@ -42,7 +42,7 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED = 310 << 20, 220 << 20
-"""What the engine's process takes on a CPU beside a model at rest, and when it begins to load one."""
+"""Memory of the engine's process on a CPU without the model: at rest, and when a load begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

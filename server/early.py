@@ -1,4 +1,4 @@
-"""What is done while the engine's process imports torch and loads: it would take its time after that."""
+"""Work that is done while the engine's process imports torch and loads the model, to shorten the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def import_app() -> None:
 
 
 def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
-    """What a worker finds of the model; nothing where it finds none, and the engine has to."""
+    """The facts that a worker finds about the model; empty if only the engine can find them."""
     if config.distributed_executor_backend != "uni" or known_folder(config.model) is None:
         return Known()
     try:

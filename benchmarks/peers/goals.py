@@ -22,7 +22,7 @@ UNITS = {
 SIZES = ("0.5B", "1.5B", "3B", "8B")
 """Models as people run them."""
 FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
-"""What their GGUF files hold."""
+"""Weight formats of their GGUF files."""
 
 
 @dataclass(frozen=True)

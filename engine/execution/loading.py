@@ -127,7 +127,7 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 def find_quantization(
     config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
-    """What the matrices become. A CPU with kernels of our own serves weights of few bits as they are stored.
+    """The format that matrices become. A CPU with our own kernels serves quantised weights as they are stored.
 
     Args:
         path: of the checkpoint.

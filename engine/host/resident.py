@@ -41,7 +41,7 @@ def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
 
 
 def clean_code(maps: str) -> list[tuple[int, int]]:
-    """Where the code of libraries is that is as in their files, by the text of a process's smaps."""
+    """Address ranges of library code that is unchanged from its file, read from the text of a process's smaps."""
     found: dict[tuple[int, int], bool] = {}
     place: tuple[int, int] | None = None
     for line in maps.splitlines():

@@ -261,7 +261,7 @@ class LLM(PoolingMethods):
         return need_tokenizer(self.tokenizer, self.engine.info).hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests decode with that say nothing: the model's own defaults."""
+        """The model's own defaults, which apply to every parameter that a request does not set."""
         return self.engine.defaults.as_params()
 
     def reset_prefix_cache(self) -> bool:

@@ -61,7 +61,7 @@ ENCODED: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOutput(PoolingOutput):
-    """What a head says of an input: a tensor of its numbers, or of those of each token."""
+    """A head's output for an input: a tensor of its numbers, or of the numbers of each token."""
 
     data: torch.Tensor
 
@@ -127,7 +127,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[MatrixOutput]:
-        """What the model's head says of each input, as numbers; the names are vLLM's.
+        """Return the numbers of the model's head for each input; the names are vLLM's.
 
         Args:
             prompts: as for `embed`.

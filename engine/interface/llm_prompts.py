@@ -49,7 +49,7 @@ class PromptReader:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, info: EngineInfo, params: SamplingParams) -> PromptReader:
-        """What reads the prompt of a request with these parameters.
+        """Make the reader for the prompt of a request with these parameters.
 
         Raises:
             InvalidRequestError: truncate_prompt_tokens are more than the model takes.
@@ -95,8 +95,7 @@ class PromptReader:
 
     @property
     def _side(self) -> Literal["left", "right"]:
-        """Where tokens are left out: before what an answer goes on from; of an encoder's input where the tokenizer
-        says."""
+        """The side on which a prompt is cut: the left for a decoder's prompt, the tokenizer's side for an encoder's."""
         return "left" if self.tokenizer is None or not self.info.max_encoder_len else self.tokenizer.truncation_side
 
     def _read_dict(self, prompt: Mapping[str, Any]) -> AnyInput:

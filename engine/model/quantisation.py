@@ -43,7 +43,7 @@ class Parts:
 
 
 Held = Quantization | BlockKind | Parts
-"""What a matrix is held as: a kind of our own, GGUF's blocks as they are, or parts of several kinds."""
+"""The form in which a matrix is held: a kind of our own, GGUF's blocks as they are, or parts of several kinds."""
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order

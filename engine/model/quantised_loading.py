@@ -325,7 +325,7 @@ def _held_as(
     kinds: Sequence[Quantization | BlockKind | None],
     lengths: tuple[int, ...] | None = None,
 ) -> Held | None:
-    """What a matrix is held as that is stored as these; None where it cannot be held as that.
+    """The form in which a matrix with these stored parts is held; None if it cannot keep them.
 
     Args:
         lengths: outputs of each, where they come one after the other.

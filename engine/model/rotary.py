@@ -109,7 +109,7 @@ class RotaryTable(nn.Module):
         self.cos, self.sin = self.whole(dtype)
 
     def bytes_for(self, dtype: torch.dtype) -> int:
-        """What the rows take then."""
+        """Bytes of the rows then."""
         return (self.cos.numel() + self.sin.numel()) * (torch.float32 if self.in_float32 else dtype).itemsize
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

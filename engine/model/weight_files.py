@@ -183,7 +183,7 @@ class Checkpoint:
         return handle.kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
-        """What a matrix of few bits is in the bits that it is stored in; what it is of ours where that is not known."""
+        """The kind that keeps a quantised matrix in its stored bits; our own nearest kind if there is none."""
         place = self.names[name]
         handle = self._handles[place[0]]
         if place in self._packed:
@@ -203,7 +203,7 @@ class Checkpoint:
         return place not in self._packed and (not isinstance(handle, GgufWeights) or handle.has_rows(place[1]))
 
     def table_bytes(self, name: str) -> int | None:
-        """What a token table takes as it is stored, where its rows can be looked up so (`stored_rows`)."""
+        """Bytes of a token table whose rows are looked up as they are stored (`stored_rows`)."""
         place = self.names[name]
         handle = self._handles[place[0]]
         if not isinstance(handle, GgufWeights) or not self.few_bits(name) or not handle.has_rows(place[1]):

@@ -325,7 +325,7 @@ def can_send(message: Known) -> bool:
 
 
 def decode_known(data: bytes) -> Known:
-    """What `encode` has made the bytes of."""
+    """Decode the bytes of `encode`."""
     return _known.decode(data)
 
 

@@ -29,7 +29,7 @@ _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "additional_chat
 
 
 class PlainTokenizer:
-    """What `PreTrainedTokenizerFast` is to `engine.text.tokenizer.Tokenizer`.
+    """The part of `PreTrainedTokenizerFast` that `engine.text.tokenizer.Tokenizer` uses.
 
     Args:
         backend: of the tokenizers library; special tokens that it lacks are added.

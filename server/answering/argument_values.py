@@ -1,4 +1,4 @@
-"""What the values of arguments look like where texts are written as they are, and all else as JSON."""
+"""The form of arguments in formats that write strings as plain text and all other values as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHAPES = {"properties", "items", "prefixItems"}  # of objects and arrays, whose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a value may be: any text, one of some texts, or JSON of a schema.
+    """The allowed form of a value: any text, one of some texts, or JSON of a schema.
 
     Attributes:
         texts: the keys.
@@ -39,7 +39,7 @@ class Values:
         self._known: dict[str, Form] = {}
 
     def form(self, schema: Any) -> Form:
-        """What a value of a schema looks like. Where a string may stand, all that is written is read as text."""
+        """The form of a value of a schema. Where a string is allowed, the whole text is read as that string."""
         form = self._form(schema, 0)
         return form if form.any_text or form.texts else _json(schema)
 

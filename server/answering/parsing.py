@@ -106,7 +106,7 @@ class AnswerReader:
 
 
 def _library() -> Any:
-    """What parses answers. Most models need none of it: it brings `transformers`, half a second and 20 MB."""
+    """Import the answer parser. It brings `transformers` (half a second, 20 MB), and most models do not need it."""
     from transformers.utils import chat_parsing
 
     return chat_parsing

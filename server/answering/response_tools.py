@@ -25,7 +25,7 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
 class Called(NamedTuple):
-    """What a client calls a function."""
+    """A client's name for a function."""
 
     name: str
     namespace: str | None = None
@@ -58,7 +58,7 @@ class ResponseTools:
         return list(self._chat.values())
 
     def name_of(self, function: str) -> Called:
-        """What the client calls a function; a model may also call what there is not."""
+        """The client's name for a function; a model may also call a function that does not exist."""
         return self._called.get(function) or Called(function)
 
     def add(self, tool: Any, where: str, *, namespace: str | None = None, again: bool = False) -> bool:
@@ -99,7 +99,7 @@ class ResponseTools:
         return True
 
     def _pattern(self, tool: Tool) -> str | None:
-        """What the input of a custom tool must match, as a regular expression."""
+        """The regular expression that the input of a custom tool must match."""
         format_ = tool.get("format") or {}
         if format_.get("type") != "grammar":
             return None

@@ -61,7 +61,7 @@ class Tools:
 
     @property
     def ignored(self) -> set[str]:
-        """What of them no answer can be held to, as the names of ignored fields."""
+        """Names of the fields that cannot be enforced."""
         return {f"tools.{function.name}.enum" for function in self.functions if function.dropped}
 
     @property

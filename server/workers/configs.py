@@ -7,5 +7,5 @@ from engine.process.known import encode, find_known
 
 
 def find_config(model: str) -> bytes:
-    """What is known of a model, as it is sent."""
+    """The known facts about a model, encoded."""
     return encode(find_known(model))

@@ -53,7 +53,7 @@ HERMES = Writing("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_c
 
 
 def mark(index: int) -> str:
-    """What stands for the text of a probe's message."""
+    """The placeholder for the text of a probe's message."""
     return f"mark{index}x"
 
 
@@ -175,7 +175,7 @@ def _one_by_one(messages: Messages) -> Messages:
 
 
 def _parted(message: dict[str, Any]) -> Messages:
-    """What is said before a call, as a message of its own."""
+    """Put the text before a call into a message of its own."""
     if not message.get("tool_calls") or not message["content"]:
         return [message]
     said = {name: value for name, value in message.items() if name != "tool_calls"}

@@ -55,7 +55,7 @@ GROUP = 32
 """Inputs that share a scale."""
 
 PART_ROWS = 64
-"""So many outputs fill whole panels on any CPU."""
+"""A multiple of this many outputs fills whole panels on any CPU."""
 
 _FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -106,7 +106,7 @@ class Quantised:
     rotated: bool = False
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What this consists of; rows of each are rows of the weight."""
+        """The parts; rows of each are rows of the weight."""
         return self.values, self.scales
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Quantised:
@@ -230,7 +230,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of the weight."""
+        """Bytes of the packed weight."""
         return sum(part.nbytes for part in self.parts) or self.data.nbytes
 
 

@@ -57,12 +57,12 @@ class BlockFormat:
 
     @property
     def kind(self) -> Literal["int8", "int4"] | None:
-        """What of our own formats the numbers are, if need be with more bits; None for nothing."""
+        """Our own format that holds the numbers exactly, with more bits if necessary; None if there is none."""
         return "int8" if self.name == "Q8_0" else None if self.lines is None else "int4"
 
     @property
     def own_kind(self) -> BlockKind | Literal["int8", "int4"] | None:
-        """What is multiplied in no more bits than these; None where nothing is."""
+        """The kind of block that is multiplied in no more bits than the file's; None if there is none."""
         name = self.name.lower()
         return cast(BlockKind, name) if name in get_args(BlockKind) else self.kind
 

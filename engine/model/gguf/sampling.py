@@ -10,7 +10,7 @@ from engine.interface.generation import FALLBACK
 from engine.model.gguf.container import Gguf
 
 _LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""What llama.cpp samples with where neither file nor request says anything."""
+"""llama.cpp's sampling defaults, for parameters that neither the file nor the request sets."""
 _KEYS = {
     "temp": "temperature",
     "top_k": "top_k",

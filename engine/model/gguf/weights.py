@@ -53,7 +53,7 @@ class GgufWeights:
         return self._placed[name].info.format.kind if self._is_matrix(name) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
-        """What a matrix is in its own bits; None for nothing."""
+        """The kind that keeps a matrix in its own bits; None if there is none."""
         return self._placed[name].info.format.own_kind if self._is_matrix(name) else None
 
     def _is_matrix(self, name: str) -> bool:
@@ -73,7 +73,7 @@ class GgufWeights:
         return made.changed(lambda tensor: placed.arrangement.arrange(tensor).contiguous())
 
     def stored_bytes(self, name: str) -> int:
-        """What a tensor takes in the file."""
+        """Bytes of a tensor in the file."""
         return self._placed[name].info.size
 
     def stored_rows(self, name: str) -> StoredRows:

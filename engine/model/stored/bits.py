@@ -90,7 +90,7 @@ def fits_groups(shape: Size, groups: int) -> bool:
 
 
 def own_kind(shape: Size, groups: int) -> BlockKind | None:
-    """What 4 bits are in which a scale and a minimum are of whole groups of 128 inputs."""
+    """4-bit weights as blocks with one scale and one minimum for each 128 inputs."""
     return "int4_128" if shape[1] % (groups * _WIDE) == 0 else None
 
 
