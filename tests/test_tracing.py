@@ -374,7 +374,7 @@ def test_missing_packages_are_named_before_the_model_loads(tmp_path: Path) -> No
 import sys
 sys.modules["opentelemetry.exporter"] = None
 from octavo.__main__ import main
-sys.argv = ["octavo", "serve", "no/such/model", "--port", "0", "--otlp-traces-endpoint", "http://localhost:1/v1/traces"]
+sys.argv = ["octavo", "serve", "server/demo/chat", "--port", "0", "--otlp-traces-endpoint", "http://localhost:1/v1/traces"]
 print(main())
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
