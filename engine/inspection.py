@@ -41,8 +41,9 @@ from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
 from engine.text.processor import load_tokenizer
 
-PROCESS, IMPORTED = 310 << 20, 220 << 20
-"""Memory of the engine's process on a CPU without the model: at rest, and when a load begins."""
+PROCESS, IMPORTED, STARTING = 195 << 20, 220 << 20, 330 << 20
+"""Memory of the engine's process on a CPU without the model: at rest, when a load begins, and at most after the load,
+when steps are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +215,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     if device.type == "cpu":
         held = weights + model.buffer_bytes
         resident = held + PROCESS
-        peak = max(resident, held + model.loading_bytes(quantization) + MAPPED + IMPORTED)
+        peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
     if paged:

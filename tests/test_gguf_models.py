@@ -29,7 +29,7 @@ from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution import starting
-from engine.inspection import PROCESS, inspect_model
+from engine.inspection import PROCESS, STARTING, inspect_model
 from engine.model import checkpoint, quantised_loading
 from engine.model.embedding import TokenEmbedding
 from engine.model.gguf import blocks
@@ -212,7 +212,7 @@ def test_memory_is_what_was_predicted(
             held += module.look_up.octets.nbytes
     engine.close()
     assert facts.resident - PROCESS == pytest.approx(held, rel=0.07)
-    assert facts.peak == facts.resident, "what a model of this size takes to load"
+    assert facts.peak - STARTING == facts.resident - PROCESS, "a model of this size loads in less"
 
 
 def test_a_single_block_is_taken() -> None:
