@@ -107,6 +107,8 @@ def test_long_prompts_are_cut(llm: LLM) -> None:
     longest = llm.engine.info.max_model_len
     (answer,) = llm.generate([ids * longest], replace(GREEDY, truncate_prompt_tokens=-1))
     assert len(answer.prompt_token_ids) == longest - 8
+    (answer,) = llm.generate([ids * longest], replace(GREEDY, max_tokens=None, truncate_prompt_tokens=-1))
+    assert len(answer.prompt_token_ids) == longest - 16, "there is room for the default length"
     rendered = llm.chat(QUESTION, GREEDY)[0].prompt_token_ids
     assert llm.chat(QUESTION, replace(GREEDY, truncate_prompt_tokens=4))[0].prompt_token_ids == rendered[-4:]
     with pytest.raises(InvalidRequestError, match=f"at most {longest} .max_model_len."):

@@ -23,6 +23,8 @@ from engine.interface.values import brief
 logger = logging.getLogger("octavo.generation")
 
 DEFAULT_MAX_TOKENS = 16
+CHAT_ROOM = 256
+"""Tokens that `truncate_prompt_tokens=-1` keeps free for an answer in a conversation without max_tokens."""
 
 # Fields with an effect here, besides EOS.
 _HONOURED = (
@@ -373,6 +375,17 @@ def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -
     if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
         room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
     return max(room, 1)  # where there is no room the engine says so
+
+
+def tokens_to_keep_free(params: SamplingParams, info: EngineInfo, usual: int = DEFAULT_MAX_TOKENS) -> int:
+    """Tokens of the context that `truncate_prompt_tokens=-1` keeps free for the answer.
+
+    That is max_tokens. Without it, the model's default or `usual` counts, up to a quarter of the context.
+    """
+    if params.max_tokens is not None:
+        return params.max_tokens
+    wanted = min(info.default_max_new_tokens or usual, info.max_model_len // 4)
+    return max(wanted, params.min_tokens or 1)
 
 
 def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:

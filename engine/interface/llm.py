@@ -16,7 +16,7 @@ from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
-from engine.interface.generation import chat_max_tokens
+from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
@@ -168,7 +168,7 @@ class LLM(PoolingMethods):
         ]  # fmt: skip
         each = self._params(sampling_params, params, len(inputs))
         inputs = [
-            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen).cut(input.token_ids))
+            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen, CHAT_ROOM).cut(input.token_ids))
             for input, chosen in zip(inputs, each, strict=True)
         ]
         each = [

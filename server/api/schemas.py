@@ -125,7 +125,7 @@ class GenerationBody(_SamplingBody, StructuredBody):
         None,
         ge=-1,
         le=2**31 - 1,
-        description="Keep the last so many tokens of a longer prompt; -1: as many as leave room for the answer.",
+        description="Cut a longer prompt to its last N tokens. -1: keep as many as leave room for the answer.",
     )
 
     def sampling(self) -> dict[str, Any]:
