@@ -387,7 +387,7 @@ class Engine:
     def _log_start(self, seconds: float) -> None:
         info = self.info
         tokens = info.num_blocks * info.block_size
-        logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
+        logger.info("Loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
         logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",

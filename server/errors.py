@@ -30,7 +30,7 @@ _SHOWN = 80  # characters of a wrong value that an error message repeats
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, for people (`message`) and for programs (`type`, `param`, `code`)."""
+    """An error, for people (`message`) and for programs (`type`, `param`, `code`)."""
 
     message: str
     type: str
@@ -46,8 +46,8 @@ class ErrorResponse(BaseModel):
 
 # Declared for every route: "4XX" also keeps FastAPI from documenting 422, which is never sent.
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
-    "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
+    "4XX": {"model": ErrorResponse, "description": "Client error."},
+    "5XX": {"model": ErrorResponse, "description": "Server error."},
 }
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,13 +164,13 @@ def test_the_speed_is_no_fiction_where_all_came_at_once(first: float, seconds: f
 
 
 def test_a_prompt_is_needed() -> None:
-    for given, said in (("", "what is piped in is empty"), ("\n", "what is piped in is empty")):
+    for given, said in (("", "stdin is empty"), ("\n", "stdin is empty")):
         run = octavo("complete", stdin=given)
         assert (run.returncode, run.stdout) == (2, "")
         assert said in run.stderr
     status, shown = in_terminal("complete")
     assert status == 2
-    assert 'a prompt is missing: octavo complete "Once upon a time", or pipe one in' in shown
+    assert 'no prompt. Give one: octavo complete "Once upon a time", or pipe one in' in shown
 
 
 def test_complete_prints_the_answer_as_json(url: str) -> None:
@@ -419,6 +420,40 @@ def test_reasoning_is_shown_and_is_no_part_of_the_answer() -> None:
     assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
 
 
+def test_a_terminal_wraps_words_and_keeps_what_is_typed_meanwhile() -> None:
+    typed = threading.Event()
+
+    async def slow(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.begin(writer)
+        for piece in ("The quick", " brown fox jumps", " over the la", "zy dog and", " runs away."):
+            server.event(writer, {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
+            await writer.drain()
+            while piece == "The quick" and not typed.is_set():
+                await asyncio.sleep(0.01)
+        server.event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        server.end(writer)
+        return True
+
+    with FakeServer() as server:
+        server.play = slow
+        terminal = Terminal("chat", "--url", server.url, COLUMNS="20", NO_COLOR="1")
+        terminal.wait_for("Ctrl-D leaves.")
+        terminal.wait_for("> ")
+        terminal.type("Hi\n")
+        terminal.wait_for("The")
+        terminal.type("/re")
+        typed.set()
+        answer = terminal.wait_for("away.").replace("\r", "")
+        assert answer == " quick brown fox\njumps over the lazy\ndog and runs away."
+        terminal.wait_for("> /re")
+        terminal.type("s\t")
+        terminal.wait_for("set")
+        terminal.type("\x15/set te\t")
+        terminal.wait_for("temperature")
+        terminal.type("\x15\x04")
+        assert terminal.end() == 0
+
+
 def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = f"Who sings?\n\n/save {saved}\n//slashed\n/reset\nWho sings?\n"
@@ -503,7 +538,7 @@ def test_colours_in_a_terminal(url: str) -> None:
 def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
     terminal = Terminal("chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1")
     terminal.wait_for("so the bundled model is loaded here")
-    terminal.wait_for("loaded here. /help")
+    assert "Loading the bundled model ... 100%" in terminal.wait_for("loaded here. /help")
     terminal.wait_for("> ")
     terminal.type("Who sings?\n")
     terminal.wait_for("tokens/s")

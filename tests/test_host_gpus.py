@@ -147,7 +147,9 @@ def test_what_keeps_kernels_from_a_gpu(
         assert TritonAttention.unsupported(Part(), torch.device("cuda:0")) == [f"triton attention: {said}"]
     assert found == said
     assert told in fix
-    assert caplog.messages == ([f"{said}: torch computes, slower. {fix}"] if said and version else [])
+    assert caplog.messages == (
+        [f"{said}: torch computes everything, which is slower. {fix}"] if said and version else []
+    )
 
 
 # ---------------------------------------------------------------- what nvidia-smi knows

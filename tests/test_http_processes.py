@@ -256,7 +256,7 @@ def test_limits_of_keys_hold_over_both_processes(services: Any, tmp_path: Path) 
     # New keys count in both.
     keys.write_text("a-new-key\n")
     service.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: service.log.read_text().count("have been read again") == 2, "the keys were not read")
+    wait_for(lambda: service.log.read_text().count("reloaded the API keys") == 2, "the keys were not read")
     new = {"Authorization": "Bearer a-new-key"}
     assert {complete(service, max_tokens=1, headers=new).status_code for _ in range(6)} == {200}
     assert {complete(service, max_tokens=1, headers=one).status_code for _ in range(6)} == {401}

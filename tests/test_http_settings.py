@@ -258,14 +258,14 @@ def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., Loaded]
         (["--root-path", "llm"], {}, "--root-path must be a path such as /llm"),
         (["--forwarded-allow-ips", "10.0.0.1/8"], {}, "got '10.0.0.1/8': 10.0.0.1/8 has host bits set"),
         (["--ssl-keyfile", "k"], {}, "--ssl-keyfile is set, but ssl_certfile is not"),
-        (["--enable-prefix-caching=false"], {}, "takes no value; to switch it off, use --no-enable-prefix-caching"),
+        (["--enable-prefix-caching=false"], {}, "takes no value; use --no-enable-prefix-caching to switch it off"),
         (["--seed", "9" * 30], {}, "--seed must be at most 9223372036854775807, got 999"),
         (["--max-num-beams", "9" * 30], {}, "--max-num-beams must be at most 9223372036854775807, got 999"),
         (["--max-num-seq", "3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--max-model-length=3"], {}, "unknown flag --max-model-length; did you mean --max-model-len?"),
         (["--max_model_len", "3"], {}, "unknown flag --max_model_len; did you mean --max-model-len?"),
         (["--warp-drive"], {}, "unknown flag --warp-drive ("),
-        (["--model", "m"], {}, "unknown flag --model: the model is named without one"),
+        (["--model", "m"], {}, "unknown flag --model: give the model without a flag"),
         (["a", "b"], {}, "unexpected argument 'b'"),
         ([], {"OCTAVO_PORT": "http"}, "OCTAVO_PORT must be an integer from 0 to 65535, got 'http'"),
         ([], {"OCTAVO_ENABLE_PREFIX_CACHING": "perhaps"}, "OCTAVO_ENABLE_PREFIX_CACHING must be true or false"),
@@ -461,7 +461,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for name in Settings.model_fields:
         assert f"({variable(name)})" in " ".join(text.split())
     assert {flag(name) for name in (*SERVICE, *ENGINE) if name != "model"} <= set(text.replace(",", "").split())
-    assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
+    assert "tokens per page of the KV cache. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
 
 
 def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,7 +474,7 @@ def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> Non
     places = [text.index(f"\n{title}:\n") for title in GROUPS]
     assert places == sorted(places)
     assert OTHER not in text
-    pages = text[places[list(GROUPS).index("the pages")] : places[list(GROUPS).index("where it listens")]]
+    pages = text[places[list(GROUPS).index("KV cache")] : places[list(GROUPS).index("address")]]
     assert "--kv-cache-memory" in pages
     assert "--max-num-seqs" not in pages
 

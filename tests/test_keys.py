@@ -259,7 +259,7 @@ def test_a_hangup_reads_the_file_again(hangup: None, tmp_path: Path, logged: Any
         file.write_text("two role=metrics\nthree\n")
         os.kill(os.getpid(), signal.SIGHUP)
         (said,) = await until(stream, 1)
-        assert (said["level"], said["event"]) == ("info", "SIGHUP: the API keys have been read again; there are 3.")
+        assert (said["level"], said["event"]) == ("info", "SIGHUP: reloaded the API keys; there are 3.")
         assert [ring.find(key) is not None for key in (b"fixed", b"one", b"two", b"three")] == [True, False, True, True]
         for broken in ("", "two secret", "two role=metrics\nthree role=secret"):
             file.write_text(broken)
@@ -406,9 +406,13 @@ def test_a_hangup_without_a_file_never_ends_the_service(tmp_path: Path) -> None:
         service.process.send_signal(signal.SIGHUP)
         os.kill(engine, signal.SIGHUP)
         service.wait_ready()
-        wait_for(lambda: service.log.read_text().count("nothing to read again") == 1, "it was not said")
+        wait_for(
+            lambda: service.log.read_text().count("there is no file of API keys to reload") == 1, "it was not said"
+        )
         service.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: service.log.read_text().count("nothing to read again") == 2, "it was not said")
+        wait_for(
+            lambda: service.log.read_text().count("there is no file of API keys to reload") == 2, "it was not said"
+        )
         assert service.get("/health").status_code == 200
         assert service.engine() == engine
         assert service.stop() == 0

@@ -101,7 +101,7 @@ def test_what_is_not_in_use_is_given_back_and_what_is_is_said(caplog: pytest.Log
     process, running = Process(), 1
 
     def complaints() -> int:
-        return sum("it answers nothing" in record.getMessage() for record in caplog.records)
+        return sum("it is idle" in record.getMessage() for record in caplog.records)
 
     async def looks(count: int) -> None:
         wanted = process.looks + count

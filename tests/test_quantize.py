@@ -87,9 +87,9 @@ def test_it_is_served_as_the_original_is_with_that_quantization(
         return found
 
     expected = answers(llama, quantization=kind)
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         assert answers(folder) == expected
-    assert f"Quantised weights ({kind}) of 8 matrices were taken as they are stored" in caplog.text
+    assert f"Quantized weights ({kind}) of 8 matrices are used as they are stored" in caplog.text
     assert answers(folder, quantization=kind) == expected
     assert answers(folder, quantization="none") != expected
     assert inspect_model(EngineConfig(model=str(folder), device="cpu")).quantization == kind
@@ -234,9 +234,9 @@ def test_other_checkpoints_of_the_format_are_taken_as_they_are(
         for device in ("cpu", "cuda")
     }
     assert defaults == {"cpu": "stored", "cuda": None}
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         taken = load(folder, None, "int4")
-    assert "were taken as they are stored" in caplog.text
+    assert "are used as they are stored" in caplog.text
     assert_same(load(llama, None, "int4"), taken)
 
 

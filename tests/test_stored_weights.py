@@ -193,17 +193,17 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     settings: dict[str, Any] = {"quantization_cache": "off"}
     facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", **settings))
     prompt = random_prompt(SHAPE.vocab, 1, 40)
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         engine = make_engine(tmp_path, **settings)
     model = engine.runner.model
     matrices = [kind for _, kind in model.matrices("stored") if kind is not None]
     assert set(matrices) == {"int4" if taken else "int8"}
-    said = f"of {len(matrices)} matrices were taken as they are stored"
+    said = f"of {len(matrices)} matrices are used as they are stored"
     assert (said in caplog.text) == taken
     assert len(matrices) == 4 * SHAPE.settings["num_hidden_layers"]
     found = logprobs(engine, prompt)
     engine.close()
-    assert f"and kept so, in {facts.weights >> 20} MiB instead of" in caplog.text
+    assert f"kept in {facts.weights >> 20} MiB instead of" in caplog.text
     engine = make_engine(tmp_path, quantization="none")
     exact = logprobs(engine, prompt)
     assert facts.quantization == "stored"
@@ -251,7 +251,7 @@ def test_what_is_stored_plainly_stays_plain(tmp_path: Path, caplog: pytest.LogCa
     assert engine.info.quantization is None
     engine.close()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"{tmp_path}: --quantization stored changes nothing, since weights are stored plainly."
+    assert line == f"{tmp_path}: --quantization stored has no effect, because the weights are not quantized."
 
 
 def test_they_are_quantised_again_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from cli.talking.answers import Answer, stream
 from cli.talking.conversation import Conversation
 from cli.talking.model import Model
 from cli.talking.slash import Leave, Slash
+from cli.terminal.keys import keys_kept
 from cli.terminal.style import harmless, is_rich, note, say, styled
+from cli.terminal.wrapping import Wrapping
 
 
 class Chat:
@@ -94,8 +96,13 @@ class Chat:
         return True
 
     def _print(self, pieces: Any) -> None:
-        for piece in pieces:
-            print(harmless(piece), end="", flush=True)
+        wrapping = Wrapping()
+        with keys_kept():
+            try:
+                for piece in pieces:
+                    print(wrapping.feed(harmless(piece)), end="", flush=True)
+            finally:
+                print(wrapping.end(), end="", flush=True)
 
     @staticmethod
     def _end_line(answer: Answer) -> None:
@@ -140,9 +147,10 @@ class Chat:
             import readline
 
             def complete(text: str, state: int) -> str | None:
-                known = [name for name in self._slash.names if name.startswith(text)] if text.startswith("/") else []
+                known = self._slash.completions(readline.get_line_buffer()[: readline.get_begidx()], text)
                 return known[state] if state < len(known) else None
 
             readline.set_completer(complete)
             readline.set_completer_delims(" ")
-            readline.parse_and_bind("tab: complete")
+            libedit = "libedit" in (readline.__doc__ or "")  # macOS, and portable builds of Python
+            readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")

@@ -36,10 +36,12 @@ class Slash:
             if name.startswith("_do_")
         }
 
-    @property
-    def names(self) -> list[str]:
-        """With their slashes."""
-        return [f"/{name}" for name in self._commands]
+    def completions(self, before: str, word: str) -> list[str]:
+        """How a word may go on: a command at the beginning of a line, a setting after /set."""
+        known = [f"/{name}" for name in self._commands] if not before and word.startswith("/") else []
+        if before.split() == ["/set"]:
+            known = list(_NUMBERS)
+        return [name for name in known if name.startswith(word)]
 
     def run(self, line: str) -> tuple[str, str | None]:
         """Obey a line; returns what to tell, and a text to be sent as if the user had typed it.

@@ -146,14 +146,14 @@ def find_quantization(
         with Checkpoint(path, scheme) as checkpoint:
             if not checkpoint.has_few_bits:
                 if config.quantization is not None:
-                    message = "%s: --quantization stored changes nothing, since weights are stored plainly."
+                    message = "%s: --quantization stored has no effect, because the weights are not quantized."
                     logger.warning(message, checkpoint.path)
                 return None
     if wanted is None or device.type == "cpu" or wanted in (*ON_GPUS, "stored"):
         return wanted
-    obstacle = f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
+    obstacle = f"{wanted} works on CPUs only, GPUs support {' and '.join(ON_GPUS)}"
     if config.quantization is None:
-        logger.info("weights are widened as they are read: %s", obstacle)
+        logger.info("Quantized weights are expanded while they load: %s", obstacle)
         return None
     raise ConfigError(
         f"quantization is {wanted}, but the device is {device}: {obstacle}. Use --device cpu, or --quantization none."
@@ -205,7 +205,9 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
         return min(config.max_model_len, spec.max_positions)
     if trained is not None and config.max_model_len > trained:
         logger.warning(
-            "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
+            "max_model_len is %d, but the model was trained with %d tokens: longer texts may get poor answers.",
+            config.max_model_len,
+            trained,
         )
     return config.max_model_len
 

@@ -163,7 +163,7 @@ def load_defaults(
         ignored.append("do_sample with num_beams")
     if ignored:
         logger.warning(
-            "%s sets %s, which Octavo does not implement: answers may differ from the reference",
+            "%s sets %s, which Octavo does not implement: answers may differ from those of transformers",
             source.name,
             ", ".join(f"{name}={stored.get(name)!r}" if name in stored else name for name in ignored),
         )
@@ -191,8 +191,8 @@ def log_fallback(defaults: GenerationDefaults) -> None:
     """Say in one line which sampling defaults are not the model's own."""
     if defaults.fallback:
         logger.info(
-            "the GGUF file sets no %s: requests without a temperature use llama.cpp's defaults, %s "
-            "(--generation-config none: sample unfiltered at temperature 1)",
+            "The GGUF file does not set %s: requests without a temperature use llama.cpp's defaults, %s "
+            "(--generation-config none turns them off)",
             " or ".join(defaults.fallback),
             ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
         )
@@ -227,7 +227,7 @@ def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
     unknown = [i for i in listed if not 0 <= i < vocab_size and i != -1]
     if unknown:
         last = vocab_size - 1
-        logger.warning("%s names ids %s, but the vocabulary has 0 to %d: they are left out", name, unknown, last)
+        logger.warning("%s contains ids %s, but the vocabulary has ids 0 to %d: they are ignored", name, unknown, last)
     return [i for i in listed if 0 <= i < vocab_size]
 
 

@@ -76,7 +76,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan | spec.LabelledSpans)):
         logger.warning(
-            "%s makes embeddings of this model, which are not served: it has a head that %s",
+            "%s describes embeddings, but they are not served: the model has a head that %s",
             pipeline.transformer / MODULES,
             _does(model.head, both),
         )
@@ -176,7 +176,7 @@ def _readable(model: spec.ModelSpec, folder: Path, sides: Mapping[str, SideInfo]
     for name, side in sides.items():
         if side.filled and not side.attended and not all(map(_leaves_keys_out, model.trunk.blocks)):
             logger.warning(
-                "%s: a %s is not filled up with masks, for this model's layers cannot leave these out of attention.",
+                "%s: a %s is not padded with masks, because this model's layers cannot exclude them from attention.",
                 folder,
                 name,
             )

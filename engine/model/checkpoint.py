@@ -109,6 +109,6 @@ def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
     config = given or read(path, known=families.is_known(read_values(path / "config.json")))
     part = language_part(config)
     if part is not config:
-        logger.info("%s is served as a text model: images are refused.", families.architecture(config))
+        logger.info("%s is served as a text model; requests with images are refused.", families.architecture(config))
     families.stored_scheme(part)
     return part

@@ -79,7 +79,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
         except refusals:
             raise
         except Exception as error:  # whatever the HTTP client of the installed version raises
-            logger.warning("%s: the hub cannot be asked for its files: %s", model, error)
+            logger.warning("%s: the hub does not list its files: %s", model, error)
             return None
 
 

@@ -97,8 +97,8 @@ def _sides(file: Path) -> dict[str, SideInfo]:
     colbert/modeling/), by the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
     if not file.is_file():
         logger.warning(
-            "%s is missing, which says how queries and documents are read: they are read like any text, without "
-            "markers, and queries are not filled up with masks.",
+            "%s is missing. Queries and documents are read like any text: without "
+            "markers, and queries are not padded with masks.",
             file,
         )
         return {}
@@ -111,7 +111,7 @@ def _sides(file: Path) -> dict[str, SideInfo]:
         raise ModelLoadError(f"{file}: query_token_id and doc_token_id must be tokens of the vocabulary.")
     for name, implemented in (("similarity", "cosine"), ("interaction", "colbert")):
         if known.get(name, implemented) != implemented:
-            logger.warning("%s: %s is %s, which is not heeded: scores are MaxSim.", file, name, known[name])
+            logger.warning("%s: %s is %s, which Octavo ignores: scores are MaxSim.", file, name, known[name])
     query = SideInfo(
         marker=marks[0],
         length=token_length(file, known, "query_maxlen", 32),

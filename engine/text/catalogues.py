@@ -255,7 +255,7 @@ class _Builder:
         if len(repeated):
             first = int(np.argmin(repeated))
             logger.warning(
-                "Catalogue %s: line %d of %s holds the title of line %d; %d such titles are left out.",
+                "Catalogue %s: line %d of %s repeats the title of line %d; %d repeated titles are ignored.",
                 name, lines[repeated[first]], path, lines[original[first]], len(repeated),
             )  # fmt: skip
         logger.info(

@@ -123,8 +123,8 @@ def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
     if beyond := tokenizer.added_beyond(size):
         shown = ", ".join(f"{text!a} ({token})" for token, text in list(beyond.items())[:_SHOWN])
         logger.warning(
-            "The tokenizer of %s has %d added tokens beyond the model's vocabulary, whose ids are 0 to %d: %s%s. A "
-            "text that holds one is refused.",
+            "The tokenizer of %s has %d added tokens outside the model's vocabulary (ids 0 to %d): %s%s. Texts that "
+            "contain one are refused.",
             info.model, len(beyond), size - 1, shown, ", ..." * (len(beyond) > _SHOWN),
         )  # fmt: skip
 

@@ -92,5 +92,5 @@ class ImageReading:
                 return pixels_of(read.data, read.shape)
             problem, code = read.problem, read.code or "invalid_image"
         if code == "image_too_costly":
-            logger.warning("An image of %d characters was given up: %s", len(picture.content), problem)
+            logger.warning("An image of %d characters was not decoded: %s", len(picture.content), problem)
         raise InvalidRequestError(f"{problem.removesuffix('.')}{where}.", param="input", code=code)

@@ -143,36 +143,38 @@ _METADATA = {
 
 
 class ResponseStreamOptions(Body):
-    """How to stream. There is no padding against eavesdroppers: `include_obfuscation` changes nothing."""
+    """Options of a stream. `include_obfuscation` has no effect."""
 
-    include_obfuscation: bool | None = Field(None, description="Changes nothing.")
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
 class ResponseRequest(OneAnswerBody):
-    """Body of POST /v1/responses. Null means the default, for every field but the input."""
+    """Body of POST /v1/responses. All fields but input may be null, which means the default."""
 
     # Checked by `server.answering.response_input`, whose errors say which item is at fault.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
-        description="What the model is to answer: a text, or items: messages, calls of functions and their results, "
-        "reasoning."
+        description="The input: a text, or items (messages, function calls and their results, reasoning)."
     )
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     instructions: str | None = Field(None, description="A system message before all others.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, its reasoning included.")
+    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, including reasoning.")
     previous_response_id: Name | None = Field(
-        None, description="Go on from a stored answer: its input and output come before this input."
+        None, description="Continue a stored response: its input and output come before this input."
     )
-    store: bool | None = Field(None, description="Keep the answer, where the server has a store for them (true).")
+    store: bool | None = Field(None, description="Store the response, if the server has a response store (true).")
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)] = Field(
-        None, description="Pairs that are kept with the answer."
+        None, description="Key-value pairs that are stored with the response."
     )
     include: Annotated[list[Name], Field(fail_fast=True), at_most(_MAX_MEMBERS, "names")] | None = Field(
-        None, description="message.output_text.logprobs: log-probabilities of the answer's tokens."
+        None, description="message.output_text.logprobs adds log-probabilities of the answer's tokens."
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With that in include: this many of the most probable tokens, too."
+        None,
+        ge=0,
+        le=20,
+        description="With log-probabilities in include: also report this many of the most probable tokens.",
     )
     tools: (
         Annotated[
@@ -183,25 +185,27 @@ class ResponseRequest(OneAnswerBody):
         | None
     ) = Field(None, description="Functions that the answer may call.")
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] | None = Field(
-        None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
+        None,
+        description="Whether the answer calls functions: auto (the model decides), none, required, or a certain "
+        "function.",
     )
-    parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several function calls in one answer (true).")
     text: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_TEXT)] | None = Field(
-        None, description="`format`: what the answer's text must be."
+        None, description="`format`: format of the answer's text."
     )
     reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
-        None, description="`effort`: for the model's template."
+        None, description="`effort`: passed to the chat template."
     )
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
-        None, description="Variables for the model's template, such as enable_thinking."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
-    truncation: Name | None = Field(None, description="disabled or auto: in either case nothing is cut from the input.")
+    truncation: Name | None = Field(None, description="disabled or auto. The input is never truncated.")
     background: bool | None = Field(None, description="false; true is not supported.")
-    max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
-    user: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    safety_identifier: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    prompt_cache_key: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    service_tier: Name | None = Field(None, description="Changes nothing.")
+    max_tool_calls: int | None = Field(None, ge=1, description="Has no effect, because no tools run on the server.")
+    user: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    service_tier: Name | None = Field(None, description="Has no effect.")
 
 
 # Of items and what is in them an answer may hold much: dictionaries take a third of what models do.
@@ -215,7 +219,7 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """What the model thought."""
+    """The model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -225,7 +229,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(TypedDict):
-    """What the assistant says."""
+    """A message of the assistant."""
 
     type: Literal["message"]
     id: str
@@ -235,7 +239,7 @@ class OutputMessage(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """What the model thought before it went on; there are no summaries of it."""
+    """The model's reasoning. Summaries are not supported."""
 
     type: Literal["reasoning"]
     id: str
@@ -245,7 +249,7 @@ class OutputReasoning(TypedDict):
 
 
 class OutputCall(TypedDict):
-    """A call of a function; an item of the type function_call_output names its result by `call_id`."""
+    """A function call. An item of type function_call_output returns its result with the same `call_id`."""
 
     type: Literal["function_call"]
     id: str
@@ -257,7 +261,8 @@ class OutputCall(TypedDict):
 
 
 class OutputCustomCall(TypedDict):
-    """A call of a tool that takes text; an item of the type custom_tool_call_output names its result by `call_id`."""
+    """A call of a tool that takes text. An item of type custom_tool_call_output returns its result with the same
+    `call_id`."""
 
     type: Literal["custom_tool_call"]
     id: str
@@ -294,20 +299,20 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseProblem(TypedDict):
-    """Why there is no whole answer."""
+    """Why the response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why the answer is not whole."""
+    """Why the answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(BaseModel):
-    """An answer, with what was asked for."""
+    """A response with the parameters of its request."""
 
     id: str
     object: Literal["response"]
@@ -319,7 +324,7 @@ class ResponseObject(BaseModel):
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
-    store: bool = Field(description="The answer is kept.")
+    store: bool = Field(description="Whether the response is stored.")
     previous_response_id: str | None
     instructions: str | None
     max_output_tokens: int | None

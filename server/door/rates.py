@@ -95,15 +95,16 @@ class RequestRates:
     def _has_failed(self, problem: Exception) -> None:
         if self._ask_again is None:
             logger.warning(
-                "Redis, which counts the requests of API keys (rate_limit_storage), cannot be asked: %s. They are "
-                "counted in this process until it can.",
+                "Redis (rate_limit_storage) does not answer: %s. Requests of API keys are counted in this process "
+                "until "
+                "it does.",
                 type(problem).__name__,
             )
         self._ask_again = time.monotonic() + _AGAIN
 
     def _has_answered(self) -> None:
         if self._ask_again is not None:
-            logger.info("Redis counts the requests of API keys again.")
+            logger.info("Redis answers again and counts the requests of API keys.")
             self._ask_again = None
 
 

@@ -33,8 +33,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_answer(
     body: Annotated[AnswerRequest, Body(openapi_examples=examples.ANSWER)], request: Request, service: ServiceDep
 ) -> Response:
-    """The parts of each context that answer a question. A context that is too long is read in windows that overlap.
-    Also at /answer."""
+    """Find the parts of a context that answer a question. Long contexts are read in overlapping windows. Also at
+    /answer."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/answer")

@@ -38,8 +38,7 @@ _NEEDS_TEXT = ("first", "average", "max")  # ways to join tokens that go by word
 async def create_classification(
     body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
 ) -> Response:
-    """The classes of each input as a whole, or, of a model that classifies tokens, the entities in it. Also at
-    /classify."""
+    """Return the classes of each input, or its entities if the model classifies tokens. Also at /classify."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/classify")

@@ -35,15 +35,13 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_
 
 
 @router.post("/embeddings", include_in_schema=False)
-@router.post(
-    "/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Texts and images to vectors"
-)
+@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Create embeddings")
 async def create_embeddings(
     body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
     request: Request,
     service: ServiceDep,
 ) -> Response:
-    """One vector for each input. For models that give vectors (`tasks` in /v1/models: embed)."""
+    """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/embeddings")
@@ -76,12 +74,12 @@ def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
         raise ApiError(400, message, param="prompt_name", code="invalid_value")
 
 
-@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="What a model's head says")
+@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="Run a pooling task")
 async def create_pooling(
     body: Annotated[PoolingRequest, Body(openapi_examples=examples.POOLING)], request: Request, service: ServiceDep
 ) -> Response:
-    """The head's numbers for each input, as vLLM's endpoint of this name has them: a vector, the classes, the classes
-    of each token, a vector of each token, or weights of tokens; of several kinds of vectors each by its task."""
+    """Return the output of the model's head for each input, as in vLLM: a vector, class scores, class scores per token,
+    a vector per token, or token weights. A list of tasks returns each kind by its name."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/pooling")

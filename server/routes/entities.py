@@ -29,13 +29,13 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 @router.post("/entities", include_in_schema=False)
 @router.post(
-    "/v1/entities", response_model=EntitiesResponse, responses=ERROR_RESPONSES, summary="Find entities by labels"
+    "/v1/entities", response_model=EntitiesResponse, responses=ERROR_RESPONSES, summary="Find entities by label"
 )
 async def create_entities(
     body: Annotated[EntitiesRequest, Body(openapi_examples=examples.ENTITIES)], request: Request, service: ServiceDep
 ) -> Response:
-    """The parts of each text that are what one of the labels says. A text that is too long is read in windows that
-    overlap. Also at /entities."""
+    """Find the parts of each text that match one of the labels. Long texts are read in overlapping windows. Also at
+    /entities."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/entities")

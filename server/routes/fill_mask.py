@@ -34,7 +34,7 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_filled_masks(
     body: Annotated[FillMaskRequest, Body(openapi_examples=examples.FILL_MASK)], request: Request, service: ServiceDep
 ) -> Response:
-    """The most probable tokens for each mask of each input. Also at /fill-mask."""
+    """Return the most probable tokens for each mask of each input. Also at /fill-mask."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/fill-mask")

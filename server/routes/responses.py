@@ -41,12 +41,13 @@ ResponseId = Annotated[str, Path(max_length=256)]
     _ENDPOINT,
     response_model=ResponseObject,
     responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
-    summary="Answer items of a conversation",
+    summary="Create a response",
 )
 async def create_response(
     body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)], request: Request, service: ServiceDep
 ) -> Response:
-    """Say what comes next in a conversation, at once or as a stream of typed events."""
+    """Generate the next items of a conversation, as in OpenAI's Responses API. The answer comes as a whole or as a
+    stream of typed events."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, _ENDPOINT)
@@ -65,7 +66,7 @@ async def create_response(
     f"{_ENDPOINT}/{{response_id}}",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="Show a stored answer",
+    summary="Get a stored response",
 )
 async def get_response(
     response_id: ResponseId,
@@ -73,7 +74,7 @@ async def get_response(
     service: ServiceDep,
     stream: Annotated[bool, Query(description="false; true is not supported.")] = False,
 ) -> Response:
-    """An answer that was stored, as it was sent."""
+    """Return a stored response as it was sent."""
     if stream:
         message = "stream is not supported here: a stored answer comes at once."
         raise ApiError(400, message, param="stream", code="unsupported_parameter")
@@ -81,9 +82,9 @@ async def get_response(
     return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
 
 
-@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
+@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored response")
 async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
-    """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
+    """Delete a response with its input. Responses that continue it can no longer be continued."""
     store = service.response_store
     if store is None or not await _asked(service, store.delete(response_id, _tenant(request))):
         raise _unknown(service, response_id)
@@ -94,10 +95,10 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
     f"{_ENDPOINT}/{{response_id}}/cancel",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="End a streamed answer",
+    summary="Cancel a streamed response",
 )
 async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
-    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too."""
+    """Stop a response that is still being generated. The result and the stream end with the text so far."""
     running = service.running_responses.get(response_id)
     if running is not None and running.terms.tenant == _tenant(request):
         return Response(to_json(running.cancel()), media_type="application/json")
@@ -110,17 +111,17 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Se
 
 
 @stored.get(
-    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored answer"
+    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored response"
 )
 async def list_input_items(
     response_id: ResponseId,
     request: Request,
     service: ServiceDep,
-    after: Annotated[str | None, Query(max_length=256, description="Begin behind the item with this id.")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
+    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc or desc (default)")] = "desc",
 ) -> ItemList:
-    """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
+    """List the input items of a response's request. The items of earlier turns are listed with their own responses."""
     kept = await _kept(service, response_id, _tenant(request))
     items = await asyncio.to_thread(kept.items)
     if order == "desc":

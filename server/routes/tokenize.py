@@ -47,13 +47,13 @@ class _Countable(Room):
         return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENIZED), param)
 
 
-@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
+@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Tokenize text or messages")
 async def tokenize(
     body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
     response: Response,
     service: ServiceDep,
 ) -> TokenizeResponse:
-    """The token ids that the completions endpoint makes of a prompt, or the chat endpoint of messages."""
+    """Return the token ids of a prompt for /v1/completions, or of messages for /v1/chat/completions."""
     _check(body, response, service)
     tokenizer = _tokenizer(service, "prompt" if body.messages is None else "messages")
     given = either(body, "prompt", "content")
@@ -95,13 +95,13 @@ async def tokenize(
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
 
 
-@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")
+@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Detokenize token ids")
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=examples.DETOKENIZE)],
     response: Response,
     service: ServiceDep,
 ) -> DetokenizeResponse:
-    """The text of token ids, special ones included."""
+    """Return the text of token ids, including special tokens."""
     _check(body, response, service)
     tokenizer = _tokenizer(service, "tokens")
     room = _Countable.of(service, "tokens")

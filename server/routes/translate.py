@@ -32,9 +32,9 @@ router = APIRouter(route_class=FormOrJsonRoute)
 listing = APIRouter()
 
 
-@listing.get("/languages", responses=ERROR_RESPONSES, summary="List the languages of a model that translates")
+@listing.get("/languages", responses=ERROR_RESPONSES, summary="List languages for translation")
 async def list_languages(service: ServiceDep) -> list[Language]:
-    """The languages that the served model reads, each with those that it translates it to."""
+    """List the source languages of the model, each with its target languages."""
     require(service, ENDPOINT)
     languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
@@ -54,7 +54,8 @@ async def list_languages(service: ServiceDep) -> list[Language]:
 async def translate(
     body: Annotated[TranslateRequest, Body(openapi_examples=examples.TRANSLATE)], request: Request, service: ServiceDep
 ) -> Response:
-    """Translate a text or several, all in one batch, by as many beams as the model's generation_config.json says."""
+    """Translate one or several texts in one batch. The number of beams comes from the model's
+    generation_config.json."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, ENDPOINT)

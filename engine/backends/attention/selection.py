@@ -40,8 +40,8 @@ def select(
         found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
         reasons = list(dict.fromkeys(found))
         if not reasons:
-            passed = f"; passed over: {'; '.join(refusals)}" if refusals else ""
-            logger.info("attention on %s: %s backend%s", device, backend.name, passed)
+            passed = f"; not usable: {'; '.join(refusals)}" if refusals else ""
+            logger.info("Attention backend on %s: %s%s", device, backend.name, passed)
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")
     raise ConfigError(
