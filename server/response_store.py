@@ -224,8 +224,8 @@ class ResponseStore:
         except sqlite3.Error as problem:
             database.close()
             raise ConfigError(
-                f"response_store {str(self._path)!r} cannot be used: {problem}. If it is damaged, move it away; a new "
-                "one is made."
+                f"response_store {str(self._path)!r} cannot be used: {problem}. If it is damaged, move it away, and "
+                f"a new one is created."
             ) from problem
         except ConfigError:
             database.close()
@@ -241,11 +241,11 @@ class ResponseStore:
         )
         database.execute("COMMIT")
         if num_tables and application != _APPLICATION:
-            raise ConfigError(f"response_store {str(self._path)!r} is a database of something else: name another file.")
+            raise ConfigError(f"response_store {str(self._path)!r} is not a database of Octavo. Choose another file.")
         if num_tables and version != _VERSION:
             raise ConfigError(
-                f"response_store {str(self._path)!r} was made by another version of Octavo (its tables are version "
-                f"{version}, this one's are {_VERSION}): name another file."
+                f"response_store {str(self._path)!r} was made by another version of Octavo (it has version "
+                f"{version}, this one needs {_VERSION}). Choose another file."
             )
         # A crash of the machine may lose the last answers, and damages nothing. What is deleted is overwritten.
         _write_ahead(database)
@@ -316,14 +316,14 @@ class ResponseStore:
         asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
         turns = self._database.execute(_CHAIN, asked).fetchall()
         if not turns:
-            raise HistoryError(f"there is no stored response {id_}", id_)
+            raise HistoryError(f"no stored response has the id {id_}", id_)
         previous, size = turns[-1][:2]
         if size > max_size:
             raise HistoryError(f"its conversation has more than {max_size} characters of JSON", None)
         if previous is not None and len(turns) == _MAX_TURNS:
             raise HistoryError(f"its conversation has more than {_MAX_TURNS} turns", None)
         if previous is not None:
-            raise HistoryError(f"an earlier response of its conversation, {previous}, is not stored any more", previous)
+            raise HistoryError(f"an earlier response of its conversation, {previous}, is no longer stored", previous)
         return [
             item
             for turn in reversed(turns)

@@ -120,7 +120,7 @@ def sentences(url: str, tokens: int) -> str:
 def test_run_serves_while_it_chats() -> None:
     port = unused_port()
     terminal = Terminal("run", "--port", str(port), "--temperature", "0")
-    terminal.wait_for(f"octavo-demo, at http://127.0.0.1:{port}. /help tells")
+    terminal.wait_for(f"octavo-demo, at http://127.0.0.1:{port}. /help lists")
     assert context(f"http://127.0.0.1:{port}") > 0
     taken = octavo("run", "--port", str(port))
     assert (taken.returncode, taken.stdout) == (1, "")
@@ -223,7 +223,7 @@ def test_a_model_is_loaded_where_nothing_serves(short_folder: Path) -> None:
     run = octavo("complete", "The sailor", "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8", **free)
     assert run.returncode == 0, run.stderr
     assert "No server answers at http://127.0.0.1:" in run.stderr
-    assert "so the bundled model is loaded here" in run.stderr
+    assert "loading the bundled model" in run.stderr
     assert run.stdout.strip()
     named = octavo(
         "complete", "The sailor", "--model", str(DEMO_MODEL), "--dtype", "float32", "--temperature", "0",
@@ -260,7 +260,7 @@ def test_models_that_are_not_there(url: str) -> None:
         (("x", "--model", "./nope"), "The folder nope does not exist"),
         (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),
         (("x", "--url", "ftp://x"), "--url must look like http://HOST:PORT"),
-        (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that is loaded here"),
+        (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that this command loads"),
         (("x", "--model", str(DEMO_MODEL), "--device", "gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (("x", "--url", url, "--max-tokens", "99999"), str(context(url))),
     ):
@@ -342,10 +342,10 @@ def test_what_a_server_may_do_wrong() -> None:
     with FakeServer() as server:
         server.other["/v1/models"] = (401, {"error": {"message": "no"}})
         run = octavo("complete", "x", "--url", server.url)
-        assert "wants an API key: give --api-key, or set OCTAVO_API_KEY" in run.stderr
+        assert "requires an API key. Set --api-key or OCTAVO_API_KEY" in run.stderr
         server.other["/v1/models"] = (200, "a page")
         run = octavo("complete", "x", "--url", server.url)
-        assert "lists no model: is that an OpenAI-compatible server? (--url)" in run.stderr
+        assert "lists no models. Is it an OpenAI-compatible server? (--url)" in run.stderr
 
 
 def test_a_server_that_goes_away_between_two_requests() -> None:
@@ -473,7 +473,7 @@ def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
         "chat", "--url", url, "--temperature", "0", stdin=f"/load {saved}\n/save {saved}\n/nope\n/set top_q 3\n"
     )
     assert run.returncode == 1
-    for said in ("2 messages are loaded", "exists: choose another name", "unknown command /nope", "did you mean top_"):
+    for said in ("Loaded 2 messages", "exists: choose another name", "unknown command /nope", "did you mean top_"):
         assert said in run.stderr
     assert run.stdout == ""
 
@@ -482,7 +482,7 @@ def test_a_long_chat_forgets_its_oldest_turns(url: str) -> None:
     lines = f"{sentences(url, context(url) // 3)}\n" * 4
     run = octavo("chat", "--url", url, "--temperature", "0", "--max-tokens", "16", stdin=lines)
     assert run.returncode == 0, run.stderr
-    assert f"no longer fit into the context of {context(url)} tokens" in run.stderr
+    assert f"the context of {context(url)} tokens is full" in run.stderr
     assert len(run.stdout.splitlines()) >= 4
 
 
@@ -537,7 +537,7 @@ def test_colours_in_a_terminal(url: str) -> None:
 
 def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
     terminal = Terminal("chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1")
-    terminal.wait_for("so the bundled model is loaded here")
+    terminal.wait_for("loading the bundled model")
     assert "Loading the bundled model ... 100%" in terminal.wait_for("loaded here. /help")
     terminal.wait_for("> ")
     terminal.type("Who sings?\n")

@@ -298,10 +298,10 @@ def test_a_wrong_value_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_model_length: 3", "max_model_length is no setting; did you mean max_model_len?"),
+        ("max_model_length: 3", "unknown setting max_model_length; did you mean max_model_len?"),
         ("max-num-seqs: 3\nmax_num_seqs: 4", "max_num_seqs is set twice"),
         ("port: 3\nport: 4", "line 2, column 1: port is set twice"),
-        ("config: other.yaml", "cannot name another one (config)"),
+        ("config: other.yaml", "cannot include another one (config)"),
         ("port: [3", "line 1, column 9: expected ',' or ']'"),
         ("- port", "must hold lines such as max_num_seqs: 32, got a list"),
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
@@ -353,8 +353,8 @@ def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) 
     loaded = load([], environ)
     assert loaded.settings.port == 8000
     nothing, length, port = loaded.notes
-    assert nothing == "OCTAVO_ELSEWHERE_FLAG is no setting and is ignored."
-    assert length == "OCTAVO_MAX_MODEL_LENGTH is no setting and is ignored; did you mean OCTAVO_MAX_MODEL_LEN?"
+    assert nothing == "OCTAVO_ELSEWHERE_FLAG is an unknown setting and is ignored."
+    assert length == "OCTAVO_MAX_MODEL_LENGTH is an unknown setting and is ignored; did you mean OCTAVO_MAX_MODEL_LEN?"
     assert "Kubernetes" in port
     assert "tcp://10.1.1.1:80" in port
     assert load(["--port", "80"], environ).settings.port == 80
@@ -417,7 +417,7 @@ def test_wrong_values_are_config_errors() -> None:
         (name,) = values
         with pytest.raises(ConfigError, match=f"^{name} must"):
             ServerSettings(**values)
-    with pytest.raises(ConfigError, match="colour is no setting"):
+    with pytest.raises(ConfigError, match="unknown setting colour"):
         ServerSettings(colour="red")
     assert ServerSettings(root_path="/").root_path == ""
     assert ServerSettings(root_path="/a/b/").root_path == "/a/b"

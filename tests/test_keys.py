@@ -77,7 +77,7 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
         (None, "cannot be read: No such file or directory"),
         (b"", "holds no key"),
         (b"\n # one\n", "holds no key"),
-        (b"\xff\xfe\xfa", "is not a text in UTF-8"),
+        (b"\xff\xfe\xfa", "is not UTF-8 text"),
         (b"good\n\nsk secret\n", "line 3: word 2 is unknown; after a key may stand role, name, rpm, concurrency"),
         (b"good role=inference sk-secret", "line 1: word 3 is unknown"),
         (b"good secret=inference", "line 1: word 2 is unknown"),

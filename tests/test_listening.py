@@ -195,7 +195,7 @@ def test_the_file_of_a_living_service_is_not(listening: bool, folder: Path) -> N
     with bind_path(path) as first:
         if listening:
             first.listen()
-        with pytest.raises(StartupError, match=r"another process does.*--uds"):
+        with pytest.raises(StartupError, match=r"another process is using it.*--uds"):
             bind_path(path)
         assert path.exists()
 
@@ -215,7 +215,7 @@ def test_a_socket_that_another_service_has_replaced_stays(folder: Path) -> None:
 
 def test_paths_that_cannot_be_are_clear_sentences(folder: Path) -> None:
     (folder / "file").write_text("precious")
-    with pytest.raises(StartupError, match="exists and is no socket"):
+    with pytest.raises(StartupError, match="exists and is not a socket"):
         bind_path(folder / "file")
     assert (folder / "file").read_text() == "precious"
     with pytest.raises(StartupError, match=r"may have 103 bytes, this one has 1\d\d"):
@@ -329,7 +329,7 @@ def test_https_over_a_unix_socket_under_a_prefix(pem: Path, folder: Path) -> Non
     text = log.read_text()
     assert "Traceback" not in text
     assert PASSWORD not in text
-    assert "OCTAVO_SHOW_PROGRES is no setting and is ignored; did you mean OCTAVO_SHOW_PROGRESS?" in text
+    assert "OCTAVO_SHOW_PROGRES is an unknown setting and is ignored; did you mean OCTAVO_SHOW_PROGRESS?" in text
     assert re.search(r"Model octavo-demo from \S+: float32 on cpu, prompt and answer of up to 512 tokens", text)
     assert re.search(
         r"KV cache: 128 pages of 16 tokens hold 2048 tokens in float32; .* 4\.0 of 512 tokens; at most 4 run", text

@@ -143,7 +143,7 @@ def test_what_is_too_old_is_not_shown_and_then_gone(tmp_path: Path) -> None:
         clock.now += 1
         assert await store.get("a", None) is None
         assert not await store.delete("a", None)
-        with pytest.raises(HistoryError, match="not stored any more"):
+        with pytest.raises(HistoryError, match="no longer stored"):
             await store.history("b", None, 10_000)
         assert store._database.execute("SELECT count(*) FROM responses").fetchone() == (2,)
         await keep(store, "c")
@@ -250,7 +250,7 @@ def test_a_file_of_something_else_is_refused_at_the_start(tmp_path: Path) -> Non
     database = sqlite3.connect(file_in(tmp_path))
     database.execute("CREATE TABLE mine (a)")
     database.close()
-    with pytest.raises(ConfigError, match="is a database of something else: name another file"):
+    with pytest.raises(ConfigError, match="is not a database of Octavo. Choose another file"):
         make(tmp_path)
 
 

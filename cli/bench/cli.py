@@ -156,7 +156,7 @@ def check(args: argparse.Namespace) -> None:
         args.request_rate = _rate(args.request_rate)
     if args.duration is not None and args.request_rate == math.inf:
         raise OptionError(
-            "--request-rate inf sends everything at once, so --duration says nothing; use --num-requests."
+            "--request-rate inf sends all requests at once, so --duration has no effect. Use --num-requests."
         )
     args.extra_body = _extra_body(args.extra_body)
     if args.api_key is None:
@@ -199,7 +199,7 @@ def _contradictions(args: argparse.Namespace) -> None:
         if one in given and other not in given:
             raise OptionError(f"{_flag(one)} needs {_flag(other)}.")
     if "trace" in given and args.prefix_len:
-        raise OptionError("--trace and --prefix-len exclude each other: the trace says what is shared.")
+        raise OptionError("--trace and --prefix-len exclude each other: the trace defines the shared prefixes.")
     if "num_prefixes" in given and not args.prefix_len:
         raise OptionError("--num-prefixes needs --prefix-len.")
     if "trace_speed" in given and ("concurrency" in given or "request_rate" in given):
@@ -211,7 +211,7 @@ def _contradictions(args: argparse.Namespace) -> None:
     if not args.stream:
         for name in ("slo_ttft", "slo_tpot"):
             if name in given:
-                raise OptionError(f"{_flag(name)} needs --stream: without it no token's time is known.")
+                raise OptionError(f"{_flag(name)} needs --stream, which measures the time of each token.")
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:

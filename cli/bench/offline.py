@@ -147,7 +147,10 @@ class _Load:
         info = self._engine.info
         if "generate" not in info.tasks:
             tasks = ", ".join(info.tasks)
-            raise BenchError(f"{info.model} writes no texts: it is made for {tasks}. Octavo measures answers here.")
+            raise BenchError(
+                f"{info.model} does not generate text; its tasks are {tasks}. octavo bench offline needs a "
+                f"generative model."
+            )
         prompt, answer = self._input_len.highest, self._output_len.highest
         room, what = info.max_model_len, "prompt and answer together"
         if info.max_encoder_len is not None:
@@ -157,8 +160,8 @@ class _Load:
             prompt = 0
         if prompt is not None and answer is not None and prompt + answer > room:
             raise BenchError(
-                f"--input-len and --output-len make up to {prompt + answer} tokens, and the model has room for {room} "
-                f"of {what}. Lower one of them."
+                f"--input-len and --output-len make up to {prompt + answer} tokens, but the model has room for "
+                f"{room} of {what}. Lower one of them."
             )
 
     def run(self, name: str, count: int, level: int, on_end: Any) -> bool:

@@ -41,8 +41,8 @@ class Chat:
         failed = False
         if self._asks:
             self._set_up_editor()
-            note(f"{self._model.id}, {self._model.place}. /help tells what can be done; Ctrl-C stops an answer, "
-                 "Ctrl-D leaves.")  # fmt: skip
+            note(f"{self._model.id}, {self._model.place}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D "
+                f"leaves.")  # fmt: skip
         with contextlib.suppress(Leave):
             while (line := self._read()) is not None:
                 if line.strip():
@@ -59,7 +59,7 @@ class Chat:
                 return text is None or self._answer(text)
             return self._answer(line[1:] if line.startswith("//") else line)
         except NoServerError as problem:
-            say(self._prog, f"{problem}: it has ended, or cannot be reached; /retry asks again")
+            say(self._prog, f"{problem}: it has stopped or cannot be reached; /retry asks again")
         except TalkError as problem:
             say(self._prog, str(problem))
         return False
@@ -71,8 +71,12 @@ class Chat:
         stopped = False
         try:
             if forgotten := talk.fit(self._model, self._settings.get("max_tokens")):
-                what = "The oldest message and its answer" if forgotten == 1 else f"The {forgotten} oldest messages"
-                note(f"({what} no longer fit into the context of {self._model.context} tokens.)")
+                what = (
+                    "The oldest message and its answer"
+                    if forgotten == 1
+                    else f"The {forgotten} oldest messages and their answers"
+                )
+                note(f"({what} were dropped: the context of {self._model.context} tokens is full.)")
             self._print(stream(self._model, {"messages": talk.whole, **self._settings}, answer))
         except KeyboardInterrupt:
             if not self._asks:
@@ -83,7 +87,9 @@ class Chat:
             if not answer.text:
                 talk.undo()
             context = problem.code == "context_length_exceeded"
-            raise type(problem)(f"{problem} /reset begins anew." if context else str(problem), problem.code) from None
+            raise type(problem)(
+                f"{problem} /reset starts a new conversation." if context else str(problem), problem.code
+            ) from None
         finally:
             if answer.text:
                 talk.say("assistant", answer.text)

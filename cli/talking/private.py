@@ -71,7 +71,7 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
     for name in ("OCTAVO_UDS", "OCTAVO_SSL_CERTFILE"):
         if os.environ.get(name):
             raise TalkError(
-                f"{name} is set, and octavo run serves plain HTTP on a port. Unset it, or use octavo serve."
+                f"{name} is set, but octavo run only serves plain HTTP on a port. Unset it, or use octavo serve."
             )
     try:
         listener = bind(host, port)  # another server's answers would be taken for the child's

@@ -60,7 +60,7 @@ class ImageReading:
         most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
         if len(images) > most:
             raise InvalidRequestError(
-                f"the request has {len(images)} images, and at most {most} of this model's size are allowed "
+                f"the request has {len(images)} images, but at most {most} images of this model's size are allowed "
                 f"({MOST_PIXEL_BYTES} bytes of pixels). Send them in several requests.",
                 param="input",
                 code="too_many_images",

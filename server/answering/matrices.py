@@ -50,7 +50,7 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
         ApiError: something is wrong with it, there are both or neither, or the body asks for what no model here does.
     """
     if body.input is None and body.messages is None:
-        raise ApiError(400, "input is required, or messages.", param="input", code="missing_required_parameter")
+        raise ApiError(400, "input or messages is required.", param="input", code="missing_required_parameter")
     if body.input is not None and body.messages is not None:
         message = "messages and input are two ways to say what is read; send one of them."
         raise ApiError(400, message, param="messages", code="invalid_value")
@@ -69,7 +69,9 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
     if body.messages is None:
         for name in (*_FOR_MESSAGES, "add_generation_prompt"):
             if getattr(body, name):
-                raise ApiError(400, f"{name} goes with messages, not with input.", param=name, code="invalid_value")
+                raise ApiError(
+                    400, f"{name} is only allowed with messages, not with input.", param=name, code="invalid_value"
+                )
         return None
     if body.bbox is not None:
         message = "bbox goes with token ids in input, not with messages: leave it out."

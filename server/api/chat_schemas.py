@@ -75,7 +75,8 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
         None,
         ge=-1,
         le=MAX_LOGPROBS,
-        description=f"With logprobs: also report this many of the most probable tokens. -1 means the maximum ({MAX_LOGPROBS}).",
+        description=f"With logprobs: also report this many of the most probable tokens. -1 means the maximum "
+        f"({MAX_LOGPROBS}).",
     )
     tool_choice: ToolChoice | None = Field(
         None,

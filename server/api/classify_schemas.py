@@ -48,7 +48,7 @@ def _read_pair(item: dict[Any, Any]) -> str | Pair | None:
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None
     if pair == "":
-        raise PydanticCustomError("limit", "may hold no empty text_pair; leave it out")
+        raise PydanticCustomError("limit", "must not have an empty text_pair; leave it out")
     return text if pair is None else Pair((text, pair)) if text else ""
 
 

@@ -21,9 +21,7 @@ class EntitiesRequest(NumbersBody):
     labels: Annotated[list[Label], at_most(MAX_LABELS, "labels"), Field(min_length=1, max_length=MAX_LABELS)] = Field(
         description='Labels of the entities, such as "person" or "date of birth".'
     )
-    threshold: float | None = Field(
-        None, ge=0, le=1, description=f"Minimum score of an entity ({DEFAULT_THRESHOLD})."
-    )
+    threshold: float | None = Field(None, ge=0, le=1, description=f"Minimum score of an entity ({DEFAULT_THRESHOLD}).")
     flat_ner: bool | None = Field(
         None, description="Do not return overlapping entities (true). False allows nested entities."
     )

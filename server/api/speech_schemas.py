@@ -131,7 +131,7 @@ def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]
     file = form.files.get("file")
     if file is None:
         raise ApiError(
-            400, "file is required: the sound, as a part with a filename.", param="file",
+            400, "file is required: send the audio as a part with a filename.", param="file",
             code="missing_required_parameter",
         )  # fmt: skip
     try:

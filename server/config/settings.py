@@ -272,7 +272,8 @@ class ServerSettings(BaseModel):
             whole = False
         if whole and "@" in parts.netloc:  # not shown: it may be a secret
             raise ConfigError(
-                "otlp_traces_endpoint must hold no name and password: set OTEL_EXPORTER_OTLP_TRACES_HEADERS."
+                "otlp_traces_endpoint must not contain a user name or password. Set "
+                "OTEL_EXPORTER_OTLP_TRACES_HEADERS instead."
             )
         if not whole or not parts.path:
             raise ConfigError(
@@ -298,7 +299,7 @@ class ServerSettings(BaseModel):
     def _check_key_limits(self) -> Self:
         for name in ("key_requests_per_minute", "key_max_concurrency", "rate_limit_storage"):
             if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
-                raise ConfigError(f"{name} is set, but no API key is, and limits are those of keys: set api_key_file.")
+                raise ConfigError(f"{name} is set, but there are no API keys to limit. Set api_key_file.")
         return self
 
     @check_field("max_api_memory")
@@ -354,7 +355,7 @@ class SettingsBase(ServerSettings, BaseSettings):
             return values
         if model is not None:
             raise ConfigError(
-                f"demo {demo} is a bundled model, but MODEL is set as well, to {model!r}: leave one of them out."
+                f"demo {demo} selects a bundled model, but MODEL is also set, to {model!r}. Remove one of them."
             )
         return {**values, "model": str(DEMOS[demo])}
 

@@ -140,14 +140,14 @@ def _pool(url: str) -> Any:
         from redis.backoff import NoBackoff
     except ImportError:
         raise ConfigError(
-            "rate_limit_storage names Redis, whose package is not installed: pip install 'octavo[redis]'."
+            "rate_limit_storage needs the package redis, which is not installed: pip install 'octavo[redis]'."
         ) from None
     try:
         # Once more at once: Redis may have closed a connection that nothing was asked on for long.
         again = Retry(NoBackoff(), 1)
         return BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None, retry=again)
     except ValueError:  # its words may repeat the URL, which may hold a password
-        raise ConfigError("rate_limit_storage is not a URL that Redis can be reached by.") from None
+        raise ConfigError("rate_limit_storage is not a valid Redis URL.") from None
 
 
 def _listed(kinds: type[Exception] | tuple[type[Exception], ...]) -> tuple[type[Exception], ...]:

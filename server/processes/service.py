@@ -301,7 +301,7 @@ class _Service:
                 )
         except OSError as problem:
             ours.close()
-            raise OctavoError(f"cannot start a process that answers HTTP ({sys.executable}): {problem}.") from problem
+            raise OctavoError(f"cannot start an HTTP process ({sys.executable}): {problem}.") from problem
         front = _Front(place, f"front-{self._num_started}".encode(), process, Desk(self._counts))
         self._fronts[place] = front
         line = await Line.over(ours, partial(self._answer, front), partial(self._gone, front))

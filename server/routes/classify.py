@@ -99,7 +99,7 @@ class _TextRun(_ClassifyRun):
     async def inputs(self) -> list[PoolingInput]:
         for name in ("aggregation", "aggregation_strategy"):
             if getattr(self.body, name) is not None:
-                raise _refusal(name, "a model that classifies tokens, and this one classifies texts")
+                raise _refusal(name, "a model that classifies tokens, but this model classifies texts")
         return await self.read(PoolingParams(task="classify", use_activation=self.use_activation))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
@@ -123,7 +123,7 @@ class _TokenRun(_ClassifyRun):
 
     async def inputs(self) -> list[PoolingInput]:
         if self.body.top_k is not None:
-            raise _refusal("top_k", "a model that classifies texts, and this one classifies tokens")
+            raise _refusal("top_k", "a model that classifies texts, but this model classifies tokens")
         self.aggregation = self.body.aggregates() or "simple"
         if isinstance(self.body.input[0], list) and self.aggregation in _NEEDS_TEXT:
             message = f"aggregation {self.aggregation!r} goes by words, and token ids have none; send text, or simple."

@@ -49,7 +49,7 @@ async def create_completion(
     service.check_model(body.model)
     require(service, "/v1/completions")
     if body.suffix:
-        raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
+        raise ApiError(400, "suffix is not supported. Remove it.", param="suffix", code="unsupported_parameter")
     if body.echo:
         refuse_echo(service)
     shape = shape_of(body, service, echo=bool(body.echo))

@@ -66,7 +66,9 @@ async def tokenize(
             message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
             raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
         if body.src_lang is not None:
-            raise ApiError(400, "src_lang goes with prompt, not with messages.", param="src_lang", code="invalid_value")
+            raise ApiError(
+                400, "src_lang is only allowed with prompt, not with messages.", param="src_lang", code="invalid_value"
+            )
         refuse_chat(service, "messages")
         messages, tools = read_messages(body.messages), read_tools(body.tools)
         rendering = read_rendering(body, tools)
@@ -77,7 +79,9 @@ async def tokenize(
     else:
         for name in ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if getattr(body, name):
-                raise ApiError(400, f"{name} goes with messages, not with prompt.", param=name, code="invalid_value")
+                raise ApiError(
+                    400, f"{name} is only allowed with messages, not with prompt.", param=name, code="invalid_value"
+                )
         special = body.add_special_tokens is not False
         text = given or ""
         asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
