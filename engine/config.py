@@ -171,8 +171,8 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", as_json(self.kv_events_config))
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_events_config wants events of the prefix cache, but enable_prefix_caching is false. "
-                "Switch it on, or set no kv_events_config."
+                "kv_events_config needs the prefix cache, but enable_prefix_caching is false. Enable it, or remove "
+                "kv_events_config."
             )
 
     @property
@@ -224,7 +224,7 @@ class EngineConfig:
         names = [item.partition("=")[0] for item in self.catalogue]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"catalogue names two files {name}: each needs a name of its own.")
+                raise ConfigError(f"catalogue has two files with the name {name}; names must be unique.")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

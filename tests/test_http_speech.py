@@ -234,7 +234,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"model": "other"}, "model", "does not exist"),
         ({"content": b""}, "file", "no sound"),
         ({"content": b"not a sound" * 100}, "file", "no sound"),
-        ({"content": wav(SOUND)[:9000]}, "file", "breaks off"),
+        ({"content": wav(SOUND)[:9000]}, "file", "is truncated"),
         ({"content": wav(np.zeros(0, np.float32))}, "file", "holds no sound"),
         ({"content": wav(np.full(99, 3e38, np.float32))}, "file", "no sound (3e+38"),
     ],

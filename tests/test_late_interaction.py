@@ -282,7 +282,7 @@ def test_attended_is_for_such_models_alone(tmp_path: Path) -> None:
     filled, unfilled = (load(make(tmp_path / name, "pylate", name).path) for name in ("defaults", "unfilled"))
     params = PoolingParams(task="token_embed", attended=2, left_out=[0, 1])
     filled.engine.add_request("a", TokenInput([5, 6, 7, 8]), params)
-    with pytest.raises(InvalidRequestError, match="attended goes with token_embed"):
+    with pytest.raises(InvalidRequestError, match="attended is only for token_embed"):
         unfilled.engine.add_request("a", TokenInput([5, 6, 7, 8]), params)
     with pytest.raises(InvalidRequestError, match="left_out must be below the 4 tokens"):
         filled.engine.add_request("b", [5, 6, 7, 8], PoolingParams(task="token_embed", left_out=[4]))

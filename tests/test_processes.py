@@ -258,7 +258,9 @@ def test_a_key_is_not_counted_for_a_request_that_has_ended_before(how: str) -> N
 def test_what_is_refused_tells_all_that_a_client_is_told() -> None:
     async def scenario() -> None:
         side = await Side(make_counts()).connect()
-        with pytest.raises(ApiError, match=r"The request has 9 prompts, but the service accepts at most 8") as impossible:
+        with pytest.raises(
+            ApiError, match=r"The request has 9 prompts, but the service accepts at most 8"
+        ) as impossible:
             await side.gate.admit(9, 1)
         assert (impossible.value.status_code, impossible.value.param) == (400, "prompt")
         assert side.rejected == []

@@ -338,7 +338,7 @@ def test_a_file_in_the_place_of_the_folder(llama: Path, tmp_path: Path, capsys: 
     for content in ("", "something"):
         (tmp_path / "new").write_text(content)
         assert main(["quantize", str(llama), str(tmp_path / "new")]) == 1
-        assert f"{tmp_path / 'new'} is a file. Name a folder that is not there yet" in capsys.readouterr().err
+        assert f"{tmp_path / 'new'} is a file. Choose a folder that does not exist yet" in capsys.readouterr().err
         assert (tmp_path / "new").read_text() == content
 
 
@@ -351,7 +351,7 @@ def test_the_command(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found["quantization"], found["files"], found["matrices"]) == ("int4", 1, 14)
     assert found["bytes"] < found["bytes_before"]
     assert main(["quantize", str(llama), str(folder)]) == 1
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert main(["quantize", str(llama), str(tmp_path / "other")]) == 0
     assert "Serve them: octavo serve" in capsys.readouterr().out
     assert main(["models", str(folder)]) == 0

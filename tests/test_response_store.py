@@ -250,7 +250,7 @@ def test_a_file_of_something_else_is_refused_at_the_start(tmp_path: Path) -> Non
     database = sqlite3.connect(file_in(tmp_path))
     database.execute("CREATE TABLE mine (a)")
     database.close()
-    with pytest.raises(ConfigError, match="is not a database of Octavo. Choose another file"):
+    with pytest.raises(ConfigError, match=r"is not a database of Octavo\. Choose another file"):
         make(tmp_path)
 
 

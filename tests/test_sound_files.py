@@ -133,7 +133,7 @@ def test_a_wav_without_sound_may_hold_more() -> None:
 def test_what_breaks_off_is_refused(form: str, kind: str, left: float) -> None:
     data = written(sound(5.0), form=form, kind=kind)
     assert part_of(data).samples
-    with pytest.raises(ValueError, match="no sound that can be decoded" if form == "FLAC" else "breaks off"):
+    with pytest.raises(ValueError, match="cannot be decoded as audio" if form == "FLAC" else "is truncated"):
         part_of(data[: int(len(data) * left)])
 
 
@@ -169,7 +169,7 @@ def test_a_flac_that_does_not_say_its_length(length: int, channels: int) -> None
     assert part_of(data + b"TAG" + bytes(125)).seconds == part.seconds
     assert part_of(data, most=length / RATE * 0.9).samples == b""
     assert part_of(data * 2).seconds == pytest.approx(2 * length / RATE)
-    with pytest.raises(ValueError, match="does not say how long it is"):
+    with pytest.raises(ValueError, match="its length is unknown"):
         part_of(data[:-3])
 
 

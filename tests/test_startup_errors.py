@@ -151,7 +151,7 @@ def test_memory_that_runs_out_anywhere(error: Exception, folder: Path, monkeypat
 
     monkeypatch.setattr(weight_files, "safe_open", fail)
     message = refusal(folder)
-    assert "memory does not suffice" in message
+    assert "There is not enough memory" in message
     assert "--dtype" in message
 
 

@@ -459,7 +459,7 @@ def test_what_is_not_read_is_refused_by_name(said: dict[str, Any], words: tuple[
         ("gptq-4", lambda t: t.update({Q + ".g_idx": t[Q + ".g_idx"] + 9}), "g_idx of a quantised matrix must lie"),
         ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"].float()}), "should be a matrix of I32"),
         ("gptq-4", lambda t: t.update({Q + ".weight": torch.zeros(64, 64)}), "holds .*q_proj.weight twice"),
-        ("gptq-4", lambda t: t.update({Q + ".extra": torch.zeros(1)}), "has no place for: .*q_proj.extra"),
+        ("gptq-4", lambda t: t.update({Q + ".extra": torch.zeros(1)}), "do not match its config: .*q_proj.extra"),
         ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"][:4]}), "should have shape|g_idx"),
         ("awq", lambda t: t.update({Q + ".qzeros": t[Q + ".qzeros"][:, :2]}), "qzeros should have shape"),
         ("fp8-blocks", lambda t: t.pop(Q + ".weight_scale_inv"), "lacks .*q_proj.weight_scale"),

@@ -299,8 +299,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "("}, "the regular expression cannot be used"),
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, "unknown name"),
-    ({"grammar": 'root ::= "a"'}, "it is written in GBNF (::=); write it in Lark"),
-    ({"structural_tag": {"structures": []}}, 'must hold "structures" and "triggers"'),
+    ({"grammar": 'root ::= "a"'}, "it is in GBNF format (::=). Use Lark"),
+    ({"structural_tag": {"structures": []}}, 'must have "structures" and "triggers"'),
     ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is what '<f>' begins with"),
 ]
 
@@ -497,6 +497,6 @@ except InvalidRequestError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "3",
-        "structured output needs the package llguidance, which is not installed where the model runs: "
+        "structured output needs the package llguidance, which is not installed on the server: "
         "pip install llguidance. structured_outputs",
     ]

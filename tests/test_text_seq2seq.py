@@ -152,7 +152,7 @@ def test_special_tokens_that_only_look_like_languages(tmp_path: Path) -> None:
     assert mine is not None
     assert mine.languages == Languages()
     assert (mine.token_id("a"), mine.token_id("b")) == (1, None)
-    with pytest.raises(InvalidRequestError, match="no tokens for languages"):
+    with pytest.raises(InvalidRequestError, match="no language tokens"):
         mine.encode("a", src_lang="en_XX")
 
 

@@ -66,9 +66,9 @@ def check_weights_fit(
     free = available_memory()
     if size > free:
         raise ModelLoadError(
-            f"The weights of {path} take {size} bytes as {quantization or dtype}, but {free} bytes of memory are free. "
-            "Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine (a container's limit) with more "
-            "memory."
+            f"The weights of {path} take {size} bytes as {quantization or dtype}, but only {free} bytes of memory "
+            f"are free. Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine or container "
+            f"with more memory."
         )
 
 
@@ -119,8 +119,8 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
     size, free = max_model_len * widest * 4, available_memory()
     if size > free:
         raise ModelLoadError(
-            f"The tables of {max_model_len} positions take {size} bytes, but {free} bytes of memory are free. Set a "
-            "lower --max-model-len."
+            f"The tables of {max_model_len} positions take {size} bytes, but only {free} bytes of memory are free. "
+            f"Lower --max-model-len."
         )
 
 
@@ -177,9 +177,9 @@ def explained(model: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ModelLoadError(
-            f"The memory does not suffice to load {model} ({str(error).strip() or type(error).__name__}). Use a "
-            "smaller model, a 16-bit --dtype, a lower --max-model-len or --kv-cache-memory, or a machine (a "
-            "container's limit) with more memory."
+            f"There is not enough memory to load {model} ({str(error).strip() or type(error).__name__}). Use a "
+            "smaller model, a 16-bit --dtype, a lower --max-model-len or --kv-cache-memory, or a machine or "
+            "container with more memory."
         ) from error
 
 
@@ -198,7 +198,7 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
         known = [int(length) for length in (trained, None if spec.decoder and spec.encoder else own) if length]
         if not known:
             raise ConfigError(
-                f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
+                f"{config.model} does not define its context length (max_position_embeddings). Set --max-model-len."
             )
         return min(known)
     if encoder is not None and spec.max_positions is not None and config.max_model_len <= encoder:

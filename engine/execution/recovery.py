@@ -162,7 +162,7 @@ class Recovery:
             while self._scheduler.in_flight:
                 self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}")
             raise EngineDeadError(
-                f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
+                f"steps can no longer be computed: {_named(error)}; even a step of one token fails: {_named(second)}"
             ) from second
 
     def _copy(self, pairs: Sequence[tuple[SequenceGroup, tuple[int, int]]]) -> dict[SequenceGroup, Exception]:

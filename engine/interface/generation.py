@@ -216,8 +216,8 @@ def _check_values(values: Mapping[str, Any], source: Path) -> None:
             SamplingParams(**given)
         except InvalidRequestError as error:
             raise ModelLoadError(
-                f"{source} sets {name} to {value!r}, which is impossible: {error} Correct the file, or start with "
-                "--generation-config none to do without it."
+                f"{source} sets {name} to {value!r}, which is invalid: {error} Correct the file, or ignore it with "
+                f"--generation-config none."
             ) from error
 
 
@@ -238,7 +238,8 @@ def _ids(value: Any) -> frozenset[int]:
         return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
     except (TypeError, ValueError) as error:
         raise ModelLoadError(
-            f"The model's generation_config.json or config.json holds {value!r} where token ids belong. Correct it."
+            f"The model's generation_config.json or config.json contains {value!r} instead of token ids. Correct the "
+            f"file."
         ) from error
 
 
@@ -269,7 +270,7 @@ def resolve(
     for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
         if getattr(params, name):
             raise InvalidRequestError(
-                f"{name} is for LLM and HTTP; the engine itself has no tokenizer and takes {instead}.", param=name
+                f"{name} works in LLM and over HTTP only; the engine has no tokenizer and needs {instead}.", param=name
             )
     # A request that gives a temperature chooses its filters itself.
     values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}

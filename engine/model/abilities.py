@@ -125,8 +125,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         return Abilities(tasks=tasks, prompts=prompts, default_prompt=default, **found)
     if not pipeline.modes:
         raise UnsupportedModelError(
-            f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling, and the model has no head that "
-            "classifies, so that it gives neither vectors nor scores. Add a Pooling module, or remove the file."
+            f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling module, and the model has no "
+            f"classification head. Add a Pooling module, or remove the file."
         )
     return Abilities(
         tasks=tasks,

@@ -87,8 +87,8 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
     folder = hub.download(model, PATTERNS, revision, hf_token, local_only=not download)
     if not is_checkpoint(folder):
         raise ModelLoadError(
-            f"The model {hub.at(model, revision)} on the hub holds no config.json, so it cannot be loaded. Of GGUF "
-            f"files there name one: {model}:Q4_K_M, say."
+            f"The model {hub.at(model, revision)} on the hub has no config.json, so it cannot be loaded. If it "
+            f"contains GGUF files, choose one, such as {model}:Q4_K_M."
         )
     return folder
 

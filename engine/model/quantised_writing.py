@@ -107,9 +107,9 @@ def quantise_checkpoint(
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file. Name a folder that is not there yet.")
+        raise ConfigError(f"{folder} is a file. Choose a folder that does not exist yet.")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is there already, and not empty. Name a folder that is not there yet.")
+        raise ConfigError(f"{folder} exists and is not empty. Choose a folder that does not exist yet.")
     root = locate(model, revision, hf_token)
     path = read_folder(root).transformer
     config = read_config(path)
@@ -118,7 +118,8 @@ def quantise_checkpoint(
     spec = build_spec(config)
     if isinstance(spec.head, LabelledSpans):
         raise UnsupportedModelError(
-            f"{model} is a GLiNER, whose library reads no weights of few bits. Serve it with --quantization instead."
+            f"{model} is a GLiNER model, whose library does not read quantized weights. Serve it with --quantization "
+            f"instead."
         )
     check_parameters(path, spec, scheme)
     with Checkpoint(path) as checkpoint:
@@ -141,7 +142,7 @@ def quantise_checkpoint(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(folder.parent).free) < after:
-                raise ConfigError(f"The weights take {after} bytes, of which {folder.parent} has {free} free.")
+                raise ConfigError(f"The weights take {after} bytes, but {folder.parent} has only {free} bytes free.")
             with _draft(folder) as draft:
                 inner = draft / path.relative_to(root)
                 _copy_others(root, draft, path)

@@ -75,7 +75,7 @@ def _colbert_layer(path: Path) -> DenseLayer:
     with Checkpoint(path) as stored:
         shape = stored.shape(_COLBERT_WEIGHT) if _COLBERT_WEIGHT in stored.names else torch.Size()
         if len(shape) != 2:
-            raise ModelLoadError(f"{path} lacks the matrix {_COLBERT_WEIGHT}, which makes vectors of tokens.")
+            raise ModelLoadError(f"{path} lacks the matrix {_COLBERT_WEIGHT}, which computes the token vectors.")
         if stored.format(_COLBERT_WEIGHT) not in FORMATS:
             raise UnsupportedModelError(
                 f"{path}: the tensor {_COLBERT_WEIGHT} is stored as {stored.format(_COLBERT_WEIGHT)}; only "
@@ -151,7 +151,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(file) as archive:
             size = max(sum(entry.file_size for entry in archive.infolist()), file.stat().st_size)
     except zipfile.BadZipFile as error:
-        raise ModelLoadError(f"{file} is no file that torch 1.6 or newer wrote ({error}).") from error
+        raise ModelLoadError(f"{file} was not written by torch 1.6 or newer ({error}).") from error
     if size > MOST_BYTES:
         raise ModelLoadError(f"{file} holds {size} bytes; of a linear layer at most {MOST_BYTES} are read.")
     try:

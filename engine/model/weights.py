@@ -221,10 +221,10 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
     if parameters:
         raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
-        raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config asks for: {_some(missing)}.")
+        raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config requires: {_some(missing)}.")
     unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
     if unexpected:
-        raise ModelLoadError(f"{checkpoint.path} holds tensors that its config has no place for: {_some(unexpected)}.")
+        raise ModelLoadError(f"{checkpoint.path} has tensors that do not match its config: {_some(unexpected)}.")
     for name, found in destinations.items():
         if wrong := [each.shape for each in found if each.shape != checkpoint.shape(name)]:
             raise ModelLoadError(
@@ -234,7 +234,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
         if checkpoint.format(name) not in FORMATS:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
-                f"{', '.join(FORMATS)} are read where the config names no quantisation."
+                f"{', '.join(FORMATS)} are supported if the config has no quantization_config."
             )
     return destinations
 

@@ -441,7 +441,7 @@ def _explain(cls: type[BaseModel], problem: ValidationError) -> str:
         return str(raised)
     name = str(error["loc"][0]) if error["loc"] else ""
     if name not in cls.model_fields:
-        return f"{name} is no setting."
+        return f"unknown setting {name}."
     field, given = cls.model_fields[name], error["input"]
     near = did_you_mean(given, choices(field)) if isinstance(given, str) and name not in SECRETS else ""
     return f"{name} must be {allowed(field)}, got {shown(name, given)!r}{near or '.'}"

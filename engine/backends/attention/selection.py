@@ -45,6 +45,6 @@ def select(
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")
     raise ConfigError(
-        f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device` or "
-        "`kv_cache_dtype`"
+        f"no attention backend supports this model on {device}: {'; '.join(refusals)}. Change --device or "
+        f"--kv-cache-dtype"
     )
