@@ -131,7 +131,7 @@ def test_templates_come_from_files_and_texts(tmp_path: Path) -> None:
     for given, words in (
         ("chatlm", "must be a file or one of chatml, .*; there is no 'chatlm'. Did you mean chatml?"),
         (str(tmp_path), "must be a file or one of"),
-        ("{% for m %}", "is no Jinja template: line 1"),
+        ("{% for m %}", "is not a valid Jinja template: line 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_template(given)

@@ -232,7 +232,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(DEMO_MODEL), *limits]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"pages +(\d+) of 16 tokens, 1\.0 MiB in \w+: (\d+) tokens", shown)
-    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time, at most 128 run in one step", shown)
+    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time; a step runs at most 128", shown)
     assert "MiB in int4" in shown
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
@@ -258,7 +258,7 @@ def test_models_reads_the_preprocessor_of_images(tmp_path: Path, capsys: pytest.
     assert f"Serve it: octavo serve {folder}" in capsys.readouterr().out
     for values, problem in (
         ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; implemented"),
-        ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, and the model reads 24 x 24"),
+        ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, but the model reads 24 x 24"),
     ):
         (folder / "preprocessor_config.json").write_text(json.dumps(values))
         assert main(["models", str(folder)]) == 1

@@ -283,11 +283,11 @@ def test_an_encoder_decoder_model_completes() -> None:
     [
         (
             {"endpoints": ["/v1/completions"], "tasks": ["generate"]}, "chat",
-            "m has no chat template, so it knows no conversations. Use: octavo complete --url",
+            "m has no chat template, so it does not support conversations. Use: octavo complete --url",
         ),
         (
             {"endpoints": ["/v1/completions"], "tasks": ["generate"], "max_encoder_len": 9}, "chat",
-            "m is an encoder-decoder model, which turns one input into one output and knows no conversations. Use:",
+            "m is an encoder-decoder model and does not support conversations. Use:",
         ),
         (
             {"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "chat",
@@ -328,7 +328,7 @@ def test_what_a_server_may_do_wrong() -> None:
 
     for play, flags, out, said in (
         (cut, (), "begun\n", "closed the connection"),
-        (silent, ("--timeout", "2.5"), "\n", "was silent for 2.5 seconds (--timeout)"),
+        (silent, ("--timeout", "2.5"), "\n", "sent nothing for 2.5 seconds (--timeout)"),
         (failing, (), "\n", "It broke."),
         (full, (), "\n", "Too many requests wait."),
     ):

@@ -95,7 +95,8 @@ def test_a_cpu_that_computes_instead_is_told(
         assert caplog.messages == []
         make_engine(path, device="auto").close()
     assert caplog.messages == [
-        "the CPU computes, although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, as "
+        "Running on the CPU although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, "
+        "as "
         "listed on pytorch.org."
     ]
 

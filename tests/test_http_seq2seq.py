@@ -303,7 +303,7 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tgt_lang": "de_XX"}, "tgt_lang", "does not know the language 'de_XX'; it knows de_DE, "),
+        ({"tgt_lang": "de_XX"}, "tgt_lang", "does not have the language 'de_XX'; it has de_DE, "),
         ({"src_lang": "English"}, "src_lang", "en_XX, "),
         ({"src_lang": "en_XX", "prompt": [5, 6]}, "src_lang", "token ids"),
         ({"src_lang": "en_XX", "add_special_tokens": False}, "src_lang", "add_special_tokens"),

@@ -207,7 +207,7 @@ def test_a_demo_and_a_model_are_one_too_many(
     with pytest.raises(ConfigError, match="some/model") as problem:
         load(arguments, environ)
     assert str(problem.value) == (
-        f"{begins} is a bundled model, but MODEL is set as well, to 'some/model': leave one of them out."
+        f"{begins} selects a bundled model, but MODEL is also set, to 'some/model'. Remove one of them."
     )
 
 
@@ -303,7 +303,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
         ("port: 3\nport: 4", "line 2, column 1: port is set twice"),
         ("config: other.yaml", "cannot include another one (config)"),
         ("port: [3", "line 1, column 9: expected ',' or ']'"),
-        ("- port", "must hold lines such as max_num_seqs: 32, got a list"),
+        ("- port", "must contain lines such as max_num_seqs: 32, got a list"),
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
         ("revision: 2024", "revision in {path} must be a text, got 2024"),
         ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),

@@ -166,8 +166,8 @@ def test_languages(m2m100: Api) -> None:
     ("fields", "param", "words"),
     [
         ({"source": "auto"}, "source", "must be told"),
-        ({"source": "eng_Latn"}, "source", "does not know the language 'eng_Latn'; it knows"),
-        ({"target": "auto"}, "target", "does not know"),
+        ({"source": "eng_Latn"}, "source", "does not have the language 'eng_Latn'; it has"),
+        ({"target": "auto"}, "target", "does not have"),
         ({"format": "html"}, "format", "format must be text, got 'html': markup"),
         ({"format": "xml"}, "format", "format must be text, got 'xml'"),
         ({"q": []}, "q", ""),

@@ -93,10 +93,10 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
         (b"good rpm=1.5", "line 1: rpm= must be an integer"),
         ("good rpm=٣".encode(), "line 1: rpm= must be an integer"),
         (b"good concurrency=-1", "line 1: concurrency= must be an integer"),
-        (b"role=metrics name=secret", "line 1: it begins with role=, where the key should stand"),
+        (b"role=metrics name=secret", "line 1: it begins with role=, but the key must come first"),
         (
             b"secret\ngood\nsecret role=metrics",
-            "line 3: the same key stands on line 1, with other words; leave one out.",
+            "line 3: the same key is on line 1 with other options. Remove one of them.",
         ),
         (b"shared role=metrics", "line 1: the same key stands in api_key, with other words"),
         ("schlüssel-secret".encode(), "line 1: the key is not of printable ASCII"),

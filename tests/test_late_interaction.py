@@ -255,7 +255,7 @@ def test_what_the_log_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, logger="octavo.model"):
         load(stanford(tmp_path / "l2", {"similarity": "l2"}).path)
         load(stanford(tmp_path / "none").path)
-    assert "similarity is l2, which is not heeded" in caplog.text
+    assert "similarity is l2, which Octavo ignores" in caplog.text
     assert "artifact.metadata is missing" in caplog.text
 
 

@@ -330,9 +330,13 @@ def test_https_over_a_unix_socket_under_a_prefix(pem: Path, folder: Path) -> Non
     assert "Traceback" not in text
     assert PASSWORD not in text
     assert "OCTAVO_SHOW_PROGRES is an unknown setting and is ignored; did you mean OCTAVO_SHOW_PROGRESS?" in text
-    assert re.search(r"Model octavo-demo from \S+: float32 on cpu, prompt and answer of up to 512 tokens", text)
     assert re.search(
-        r"KV cache: 128 pages of 16 tokens hold 2048 tokens in float32; .* 4\.0 of 512 tokens; at most 4 run", text
+        r"Model octavo-demo from \S+: float32 on cpu, up to 512 tokens for prompt and answer together", text
+    )
+    assert re.search(
+        r"KV cache: 128 pages of 16 tokens \(2048 tokens in float32\)\. Room for 4\.0 requests of 512 tokens at a "
+        r"time; a step runs at most 4 ",
+        text,
     )
 
 

@@ -91,9 +91,10 @@ def test_requests_that_come_fast_share_a_look(caplog: pytest.LogCaptureFixture) 
         assert not process.guard.exceeded()
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "The process has 300 MiB of memory, more than 200 MiB (max_api_memory): new requests are refused until it has "
-        "less.",
-        "The process has 150 MiB of memory again, and serves: it had too much for 1.5 s.",
+        "The HTTP process uses 300 MiB of memory, more than 200 MiB (max_api_memory): new requests are refused until "
+        "it "
+        "uses less.",
+        "The HTTP process uses 150 MiB of memory and accepts requests again after 1.5 s.",
     ]
 
 

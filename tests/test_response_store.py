@@ -307,7 +307,7 @@ def test_a_file_of_another_version_is_refused_at_the_start(tmp_path: Path) -> No
     database = sqlite3.connect(file_in(tmp_path))
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConfigError, match=r"another version of Octavo \(its tables are version 99, this one's are 1\)"):
+    with pytest.raises(ConfigError, match=r"another version of Octavo \(it has version 99, this one needs 1\)"):
         make(tmp_path)
 
 

@@ -61,7 +61,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json cannot be read"),
     "strange EOS": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
-        "holds 'x' where token ids belong",
+        "contains 'x' instead of token ids",
     ),
 }
 
@@ -115,10 +115,7 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
     with pytest.raises(ModelLoadError, match=rf"has {size + 1} tokens, but the model's vocabulary has {size}.*--token"):
         LLM(str(folder), tokenizer=str(tmp_path / str(size + 1)), **settings)
     llm = LLM(str(folder), tokenizer=str(tmp_path / str(size)), **settings)
-    assert (
-        f"1 added tokens beyond the model's vocabulary, whose ids are 0 to {size - 1}: '<image>' ({size})"
-        in caplog.text
-    )
+    assert f"1 added tokens outside the model's vocabulary (ids 0 to {size - 1}): '<image>' ({size})" in caplog.text
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     assert llm.generate("w1 w2", greedy)[0].prompt_token_ids == [1, 2]
     with pytest.raises(InvalidRequestError, match=f"token id {size}, but the vocabulary has ids 0 to {size - 1}"):

@@ -301,7 +301,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: other"}, "unknown name"),
     ({"grammar": 'root ::= "a"'}, "it is in GBNF format (::=). Use Lark"),
     ({"structural_tag": {"structures": []}}, 'must have "structures" and "triggers"'),
-    ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is what '<f>' begins with"),
+    ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is a prefix of '<f>'"),
 ]
 
 
@@ -471,7 +471,7 @@ def test_offline(model: Checkpoint) -> None:
         llm.close()
     llm = LLM(str(model.path), device="cpu", dtype="float32", show_progress=False, skip_tokenizer_init=True)
     try:
-        with pytest.raises(InvalidRequestError, match="structured output needs a tokenizer, and this model has none"):
+        with pytest.raises(InvalidRequestError, match="structured output needs a tokenizer, but this model has none"):
             llm.generate([[5, 6]], params)
     finally:
         llm.close()

@@ -135,7 +135,7 @@ def test_a_source_language_stands_where_the_tokenizer_puts_it(
             written = f"__{code}__" if write is m2m100_tokenizer else code
             assert mine.languages.id(code, "tgt_lang") == hf.convert_tokens_to_ids(written)
         hf.src_lang = codes[1]
-    with pytest.raises(InvalidRequestError, match="does not know the language 'xx_XX'; it knows") as unknown:
+    with pytest.raises(InvalidRequestError, match="does not have the language 'xx_XX'; it has") as unknown:
         mine.encode("a", src_lang="xx_XX")
     assert unknown.value.param == "src_lang"
 
