@@ -266,7 +266,7 @@ def test_a_hangup_reads_the_file_again(hangup: None, tmp_path: Path, logged: Any
             os.kill(os.getpid(), signal.SIGHUP)
             said = (await until(stream, len(lines(stream)) + 1))[-1]
             assert said["level"] == "error"
-            assert said["event"].startswith(f"SIGHUP: the API keys stay as they are: api_key_file ({file})")
+            assert said["event"].startswith(f"SIGHUP: the API keys were not reloaded: api_key_file ({file})")
             assert len(ring) == 3
         file.unlink()
         os.kill(os.getpid(), signal.SIGHUP)

@@ -165,20 +165,20 @@ def quantise_checkpoint(
 
 def _few_bits_already(model: str, title: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The weights of {model} are stored in few bits already ({title}). Serve it as it is (octavo serve {model}), "
-        "or name the checkpoint that it was made of."
+        f"The weights of {model} are already quantized ({title}). Serve it as it is (octavo serve {model}), "
+        "or choose the original checkpoint."
     )
 
 
 def _nothing_fits(model: str, checkpoint: Checkpoint, names: list[str]) -> str:
-    why = "it has no matrices that few bits are made of"
+    why = "it has no matrices that can be quantized"
     if names:
         shown = ", ".join(checkpoint.stored_name(name) for name in names[:_SHOWN])
         why = (
-            f"compressed-tensors has a place for matrices [outputs, inputs] whose inputs are a multiple of {GROUP}, "
-            f"and none here is such ({shown})"
+            f"compressed-tensors needs matrices [outputs, inputs] whose inputs are a multiple of {GROUP}, "
+            f"but no matrix here is ({shown})"
         )
-    return f"{model} cannot be written so: {why}. Serve it with --quantization, which makes them smaller as it loads."
+    return f"{model} cannot be converted: {why}. Serve it with --quantization, which quantizes it while it loads."
 
 
 def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Quantization) -> dict[str, bool]:

@@ -124,7 +124,7 @@ def _check_metadata(value: Any) -> Any:
     if not isinstance(value, dict):
         raise PydanticCustomError("metadata", "must be an object whose values are strings")
     if len(value) > MAX_METADATA:
-        raise PydanticCustomError("limit", f"may have at most {MAX_METADATA} pairs, got {len(value)}")
+        raise PydanticCustomError("limit", f"may hold at most {MAX_METADATA} pairs, got {len(value)}")
     for name, text in value.items():
         if not isinstance(text, str):
             raise PydanticCustomError("metadata", "must be an object whose values are strings")
