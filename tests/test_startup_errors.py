@@ -126,14 +126,14 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
 def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     monkeypatch.setattr(loading, "available_memory", lambda: size - 1)
-    assert f"take {size} bytes as torch.float32, but {size - 1} bytes of memory are free" in refusal(folder)
+    assert f"take {size} bytes as torch.float32, but only {size - 1} bytes of memory are free" in refusal(folder)
 
 
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 64}, {"kv_cache_memory": "1MiB"}], ids=str)
 def test_pages_that_exceed_the_memory(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 100_000)
     message = refusal(folder, **({"num_gpu_blocks_override": None} | settings))
-    assert "but 100000 bytes of memory are free" in message
+    assert "but only 100000 bytes of memory are free" in message
     assert "--" + next(iter(settings)).replace("_", "-") in message
 
 
