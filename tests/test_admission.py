@@ -290,7 +290,7 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     admission.reserve(1, 1, None, clock.now + 5.0)
     problem = refusal(admission, 1, 1, None, clock.now + 4.0)
     assert "about 6.0 s" in problem.message
-    assert "over in 4.0 s" in problem.message
+    assert "ends in 4.0 s" in problem.message
     assert (problem.headers or {})["Retry-After"] == "2"
     assert reasons == ["deadline"]
     admission.reserve(1, 1, None, clock.now + 7.0)

@@ -401,7 +401,7 @@ def test_a_server_that_closes_after_each_answer(server: FakeServer, tmp_path: Pa
 
 def test_wrong_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        ([], "a kind is missing: serve"),
+        ([], "choose a kind: serve"),
         (["train"], "unknown kind 'train'"),
         (["serve", "--concurency", "3"], "unknown flag --concurency"),
         (["serve", "--concurrency", "many"], "--concurrency"),

@@ -250,7 +250,7 @@ def test_equal_titles_are_one(engines: Callable[..., Engine], tmp_path: Path, ca
         (b'{"ids": [7]}', ", line 1: the title contains token 7, which ends answers"),
         (
             b'{"ids": [3]}\n\n{"ids": [%s]}' % b",".join([b"3"] * 63),
-            ", line 3: the title has 63 tokens, and the longest",
+            ", line 3: the title has 63 tokens, but at most",
         ),
         (b'{"ids": [3]}\n"a"', ", line 2: the title is a text, and the model has no tokenizer"),
         (b"", " is empty; it must hold at least one title."),

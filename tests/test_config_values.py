@@ -115,7 +115,11 @@ def changed(folder: Path, **values: Any) -> Path:
         ("rms_norm_eps", math.nan, "rms_norm_eps must be a number above 0"),
         ("rms_norm_eps", 10**400, "rms_norm_eps must be a number above 0"),
         ("architectures", 7, "architectures must be a list of names, got 7"),
-        ("quantization_config", "awq", "quantization_config must be an object that says how weights are stored, such"),
+        (
+            "quantization_config",
+            "awq",
+            "quantization_config must be an object that describes the format of the weights, such",
+        ),
         ("quantization_config", [1], "got [1]. Remove it if the weights are not quantized"),
         ("text_config", {"quantization_config": 4}, "quantization_config must be an object"),
         ("text_config", {"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 10000"),

@@ -282,7 +282,7 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])
     config.unlink()
-    assert "holds no config.json" in failed(examine(model)["model"])
+    assert "has no config.json" in failed(examine(model)["model"])
     config.write_text(json.dumps(whole))
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     text = failed(examine(model)["model"])
@@ -452,7 +452,7 @@ def test_who_gets_in(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert "cannot be read" in failed(examine(api_key_file=str(keys))["access"])
     keys.write_text("\n# none yet\n")
-    assert "holds no key" in failed(examine(api_key_file=str(keys))["access"])
+    assert "has no keys" in failed(examine(api_key_file=str(keys))["access"])
     keys.write_text("key-1\n")
     assert examine(api_key_file=str(keys))["access"].verdict == "ok"
 

@@ -295,7 +295,7 @@ def test_one_of_plain_numbers_is_written_in_few_bits(
     monkeypatch.setattr(quantised_loading, "form_on", lambda _device, _kind: "portable")
     assert answers(tmp_path / "new", prompts, quantization=None) == answers(path, prompts, quantization="int8")
     write_file(tmp_path / "gpt2.gguf", KINDS["gpt2"], formats=("F16",))
-    with pytest.raises(UnsupportedModelError, match=r"has a place for matrices .* inputs are a multiple of 32"):
+    with pytest.raises(UnsupportedModelError, match=r"needs matrices .* inputs are a multiple of 32"):
         quantise_checkpoint(str(tmp_path / "gpt2.gguf"), tmp_path / "more", "int8", show_progress=False)
     with pytest.raises(UnsupportedModelError, match=r"already quantized \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
         quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)

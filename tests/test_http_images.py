@@ -239,7 +239,7 @@ def test_too_many_images(apis: Callable[[str], Api], monkeypatch: pytest.MonkeyP
     image = {"image": data_url(picture(1, 1, 1))}
     found = apis("vit").error(CLASSIFY, input=[image] * 3)
     assert found["code"] == "too_many_images"
-    assert "has 3 images, and at most 2 of this model's size" in found["message"]
+    assert "has 3 images, but at most 2 images of this model's size" in found["message"]
     assert len(apis("vit").ask(CLASSIFY, input=[image] * 2)["data"]) == 2
 
 

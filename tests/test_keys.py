@@ -75,8 +75,8 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
     ("content", "said"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"", "holds no key"),
-        (b"\n # one\n", "holds no key"),
+        (b"", "has no keys"),
+        (b"\n # one\n", "has no keys"),
         (b"\xff\xfe\xfa", "is not UTF-8 text"),
         (b"good\n\nsk secret\n", "line 3: word 2 is unknown; after a key may stand role, name, rpm, concurrency"),
         (b"good role=inference sk-secret", "line 1: word 3 is unknown"),
@@ -387,7 +387,7 @@ def test_a_service_takes_new_keys_while_it_serves(tmp_path: Path) -> None:
             assert last == "data: [DONE]"
             file.write_text("new secret\n")
             service.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: "stay as they are" in service.log.read_text(), "the broken file was not noticed")
+            wait_for(lambda: "were not reloaded" in service.log.read_text(), "the broken file was not noticed")
             assert status("new", "/metrics") == 200
         assert service.engine() == engine
         assert service.stop() == 0

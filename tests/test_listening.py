@@ -160,7 +160,7 @@ def test_an_open_door_is_pointed_out(
     with caplog.at_level(logging.WARNING), pytest.raises(_EnoughError):
         run.serve(EngineConfig(model="m"), ServerSettings(port=0, **settings), "0", notes=["first of all"])
     assert caplog.messages[0] == "first of all"
-    assert any("no API key is set" in message for message in caplog.messages) is warned
+    assert any("without an API key" in message for message in caplog.messages) is warned
 
 
 # ---------------------------------------------------------------- Unix sockets
@@ -218,7 +218,7 @@ def test_paths_that_cannot_be_are_clear_sentences(folder: Path) -> None:
     with pytest.raises(StartupError, match="exists and is not a socket"):
         bind_path(folder / "file")
     assert (folder / "file").read_text() == "precious"
-    with pytest.raises(StartupError, match=r"may have 103 bytes, this one has 1\d\d"):
+    with pytest.raises(StartupError, match=r"may have at most 103 bytes, this one has 1\d\d"):
         bind_path(folder / ("x" * 100))
     with pytest.raises(StartupError, match=r"No such file or directory.*--uds"):
         bind_path(folder / "absent" / "o.sock")

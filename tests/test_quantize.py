@@ -314,7 +314,7 @@ def not_finite(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (gpt2, r"has a place for matrices .* inputs are a multiple of 32, .*transformer\.h\.0.*--quantization"),
+        (gpt2, r"needs matrices .* inputs are a multiple of 32, .*transformer\.h\.0.*--quantization"),
         (unknown, "'LlamaForEverything' is not supported"),
         (small, r"already quantized \(compressed-tensors \(pack-quantized\)\)\. Serve it as it is"),
         (not_finite, rf"{LAYER}\.weight holds numbers that are not finite"),

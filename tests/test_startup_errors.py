@@ -56,7 +56,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "damaged or incomplete"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
     "missing shard": (lambda folder: shard(folder, "model-1.safetensors"), "lacks model-1.safetensors"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{no"), "config.json cannot be read"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json cannot be read"),
     "strange EOS": (

@@ -181,8 +181,8 @@ def plain() -> Api:
     [
         ({"decoder_prompt": "b"}, "end the prompt with"),
         ({"forced_bos_token": 5}, "leave it out"),
-        ({"src_lang": "en_XX"}, "say in the prompt"),
-        ({"tgt_lang": "de_DE"}, "say in the prompt"),
+        ({"src_lang": "en_XX"}, "describe the task in the prompt"),
+        ({"tgt_lang": "de_DE"}, "describe the task in the prompt"),
     ],
 )
 def test_decoder_only_models_refuse_what_is_for_the_others(plain: Api, fields: dict[str, Any], words: str) -> None:

@@ -176,7 +176,7 @@ def test_missing_tensors_are_named(folder: Callable[[str], Path]) -> None:
 def test_unexpected_tensors_are_named_and_counted(folder: Callable[[str], Path]) -> None:
     path = folder("llama")
     rewrite(path, lambda held: held.update({f"model.extra.{i}": torch.zeros(1) for i in range(8)}))
-    with pytest.raises(ModelLoadError, match=r"no place for: model\.extra\.0, .*and 3 more"):
+    with pytest.raises(ModelLoadError, match=r"not match its config: model\.extra\.0, .*and 3 more"):
         load(path)
 
 
@@ -290,7 +290,7 @@ def test_numbers_of_few_bits_that_no_config_explains_are_refused(folder: Callabl
     with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is stored as I8"):
         load(path)
     configure(path, quantization_config={"quant_method": "quip"})
-    with pytest.raises(UnsupportedModelError, match=r"quantised by quip, which is not read"):
+    with pytest.raises(UnsupportedModelError, match=r"quantized with quip, which is not supported"):
         load(path)
 
 
@@ -324,7 +324,7 @@ def test_local_folders_are_found_or_explained(folder: Callable[[str], Path], tmp
     with pytest.raises(ModelLoadError, match=r"is a file, but not a \.gguf file"):
         checkpoint.locate(str(path / "config.json"))
     (path / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
         checkpoint.locate(str(path))
 
 
@@ -377,7 +377,7 @@ def test_the_hub_is_asked_for_needed_files_only(monkeypatch: pytest.MonkeyPatch,
     assert {"*.safetensors", "config.json", "generation_config.json"} <= set(patterns)
     assert not any(".bin" in p or ".gguf" in p or p == "*" for p in patterns)
     (path / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"org/name on the hub holds no config\.json"):
+    with pytest.raises(ModelLoadError, match=r"org/name on the hub has no config\.json"):
         checkpoint.locate("org/name")
 
 
