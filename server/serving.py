@@ -110,11 +110,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         limit = float(self.config.timeout_graceful_shutdown or 0)
         deadline = time.monotonic() + limit
-        logger.info(
-            "Stopping. %d running requests get up to %g seconds. A second signal stops immediately.",
-            self._drain.num_running,
-            limit,
-        )
+        running = self._drain.num_running
+        patience = f" {running} running requests get up to {limit:g} seconds." if running else ""
+        logger.info("Stopping.%s A second signal stops immediately.", patience)
         await drain_connections(self._drain, self.server_state.connections, limit)
         # Nothing runs any more; what is left is to close what listens, and the bytes on their way.
         for server in self.servers:

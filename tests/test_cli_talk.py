@@ -291,9 +291,10 @@ def test_an_encoder_decoder_model_completes() -> None:
         ),
         (
             {"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "chat",
-            "m writes no texts: it is made for embed. Serve it (octavo serve) and ask the endpoints that it has: /v1",
+            "m does not generate text; its tasks are embed. Serve it (octavo serve) and use its endpoints: /v1",
         ),
-        ({"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "complete", "m writes no texts: it is made for embed"),
+        ({"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "complete", "m does not generate text; its tasks are "
+            "embed"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_made_for_it(card: dict[str, Any], command: str, said: str) -> None:
@@ -536,7 +537,9 @@ def test_colours_in_a_terminal(url: str) -> None:
 
 
 def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
-    terminal = Terminal("chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1")
+    terminal = Terminal(
+        "chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1", OCTAVO_SHOW_PROGRESS="true"
+    )
     terminal.wait_for("loading the bundled model")
     assert "Loading the bundled model ... 100%" in terminal.wait_for("loaded here. /help")
     terminal.wait_for("> ")
