@@ -340,10 +340,10 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=rf"{wrong} does not exist\. Did you mean {meant}\?"):
             checkpoint.locate(str(wrong))
     (tmp_path / "b.gguf").symlink_to(llama)
-    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
+    with pytest.raises(ModelLoadError, match=r"contains 2 GGUF files \(a\.gguf, b\.gguf\)\. Choose one"):
         checkpoint.locate(str(tmp_path))
     (tmp_path / "a-00001-of-00002.gguf").symlink_to(llama)
-    with pytest.raises(ModelLoadError, match=r"holds 3 GGUF files \(a-0.*\): name one of them, such as .*/a\.gguf\."):
+    with pytest.raises(ModelLoadError, match=r"contains 3 GGUF files \(a-0.*\)\. Choose one, such as .*/a\.gguf\."):
         checkpoint.locate(str(tmp_path))
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -352,7 +352,7 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"a model in parts \(a-0.*--merge .*/a-00001-of-00002\.gguf WHOLE\."):
         checkpoint.locate(str(parts))
     (tmp_path / "x.gguf").write_text("nothing of the kind")
-    with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file: it begins with b'noth'"):
+    with pytest.raises(ModelLoadError, match=r"x\.gguf is not a GGUF file: it begins with b'noth'"):
         checkpoint.locate(str(tmp_path / "x.gguf"))
 
 
@@ -457,17 +457,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "architecture": (
         lambda w: put(w, "general.architecture", "mamba"),
-        r"mamba, which is not read.*Read are command-r, g",
+        r"mamba, which is not supported.*Supported: command-r, g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
-    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), .* and no model\."),
-    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"holds an importance matrix \(im"),
+    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), not a model\."),
+    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"is an importance matrix \(im"),
     "vocabulary": (
         lambda w: (w.tensors[0].clear(), w.add_token_list(["a", "b"])),
-        r"holds a vocabulary and no weights\. Name the model's own file",
+        r"contains a vocabulary and no weights\. Choose the file of the model",
     ),
     "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf holds no tensors\. Name"),
-    "kind": (lambda w: put(w, "general.type", "adapter"), r"holds no model: its general\.type is 'adapter'"),
+    "kind": (lambda w: put(w, "general.type", "adapter"), r"is not a model: its general\.type is 'adapter'"),
 }
 
 

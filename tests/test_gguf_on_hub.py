@@ -94,7 +94,7 @@ def test_the_file_that_is_meant_is_downloaded_alone(wanted: str, file: str, hub:
         ("/mmproj*.gguf", "holds no GGUF file mmproj"),
         (
             ":IQ4_NL",
-            r"may be several files of org/tiny: one-IQ4_NL\.gguf, two-IQ4_NL\.gguf\. Name one: org/tiny/one-IQ4",
+            r"matches several files of org/tiny: one-IQ4_NL\.gguf, two-IQ4_NL\.gguf\. Choose one: org/tiny/one-IQ4",
         ),
         (
             ":F16",

@@ -176,7 +176,7 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template knows no tools"),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "does not accept .*: no such role"),
         (QUESTION, {"continue_final_message": True}, "contradict each other"),
-        (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "give one of them"),
+        (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "set only one of them"),
     ],
 )
 def test_other_conversations_are_refused(llm: LLM, messages: Any, more: dict[str, Any], words: str) -> None:
@@ -228,8 +228,8 @@ def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
         ("tensor_parallel_size", 2, "tensor_parallel_size must be 1, got 2: a model runs on one device"),
         ("trust_remote_code", True, "trust_remote_code must be None or False, got True: code of a checkpoint"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill must be None or True, got False"),
-        ("max_modle_len", 3, "LLM takes no max_modle_len; did you mean max_model_len?"),
-        ("wholly_unknown", 3, "LLM takes no wholly_unknown."),
+        ("max_modle_len", 3, "LLM has no argument max_modle_len; did you mean max_model_len?"),
+        ("wholly_unknown", 3, "LLM has no argument wholly_unknown."),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             LLM("there/is/no/model", **{name: value})

@@ -219,7 +219,7 @@ def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int)
         )
     if params.skip_tokens >= prompt_len:
         raise InvalidRequestError(
-            f"skip_tokens is {params.skip_tokens}, and must be below the decoder's {prompt_len} tokens.",
+            f"skip_tokens is {params.skip_tokens}, but must be below the decoder's {prompt_len} tokens.",
             param="skip_tokens",
             code="invalid_value",
         )
