@@ -159,7 +159,9 @@ def test_too_many_values_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(file_of(SOUND, [tensor("one", (256,), kind=16)], bytes(66)))
-    with pytest.raises(UnsupportedModelError, match=r"one is stored as IQ2_XXS, which is not supported\. Supported: F32"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"one is stored as IQ2_XXS, which is not supported\. Supported: F32"
+    ):
         check_readable(path, read_gguf(path).tensors["one"])
 
 

@@ -337,7 +337,7 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (hub_error(hub.RepositoryNotFoundError), "no model org/name .*HF_TOKEN"),
+        (hub_error(hub.RepositoryNotFoundError), "no public model org/name .*HF_TOKEN"),
         (hub_error(hub.GatedRepoError), "restricted.*huggingface.co/org/name.*HF_TOKEN"),
         (hub_error(hub.RevisionNotFoundError), "no revision 'v9'"),
         (hub.LocalEntryNotFoundError("no network"), "not complete in the local cache"),
