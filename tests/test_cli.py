@@ -257,7 +257,7 @@ def test_models_reads_the_preprocessor_of_images(tmp_path: Path, capsys: pytest.
     assert main(["models", str(folder)]) == 0
     assert f"Serve it: octavo serve {folder}" in capsys.readouterr().out
     for values, problem in (
-        ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; implemented"),
+        ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; supported"),
         ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, but the model reads 24 x 24"),
     ):
         (folder / "preprocessor_config.json").write_text(json.dumps(values))

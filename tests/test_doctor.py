@@ -383,7 +383,7 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "cli.healthcheck.ask.__kwdefaults__", {"key": "", "most": 300, "timeout": 0.2}
         )  # it is silent
         text = failed(examine(port=port)["port"])
-    assert f"port {port}: Address already in use -> Choose another with --host and --port" in text
+    assert f"port {port}: Address already in use -> Choose another address with --host and --port" in text
     assert "No such file or directory" in failed(examine(uds=str(tmp_path / "absent" / "o"))["socket"])
     assert "cannot read" in failed(examine(ssl_certfile=str(tmp_path / "absent"))["certificate"])
 
@@ -466,6 +466,6 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 300))
     text = warned(examine(max_num_queued_reqs=1000)["open files"])
     assert "300; running and waiting requests need up to 1192" in text, "the service raises the soft limit itself"
-    assert "ulimit -n 1192, as root" in text
+    assert "ulimit -n 1192 as root" in text
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert examine()["open files"].verdict == "ok"

@@ -313,5 +313,5 @@ def test_a_start_says_it_before_it_loads(
         starting.start(EngineConfig(model="/absent/model"))
     said = [record for record in caplog.records if record.name == "octavo.execution"]
     assert [record.levelname for record in said] == ["INFO", "WARNING"]
-    assert said[0].getMessage().startswith("the GPU is cuda:0 (NVIDIA H200), one of 2")
+    assert said[0].getMessage().startswith("GPU: cuda:0 (NVIDIA H200), one of 2")
     assert "End them, or use another GPU" in said[1].getMessage()

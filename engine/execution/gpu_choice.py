@@ -41,7 +41,7 @@ def look_at(device: torch.device, utilization: float) -> GpuFacts:
     slice_of = ", a slice, whose memory alone counts" if " MIG " in name else ""
     chosen = f"{device} ({name}{slice_of})"
     if count > 1:
-        chosen += f", one of {count} that torch sees; one serves, --device cuda:N names another"
+        chosen += f", one of {count} GPUs; Octavo uses one, --device cuda:N chooses another"
     found = (gpus.shown_too_few(count), _held_by_others(device, utilization))
     return GpuFacts(chosen=chosen, warnings=tuple(one for one in found if one is not None))
 
