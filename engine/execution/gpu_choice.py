@@ -53,9 +53,9 @@ def _held_by_others(device: torch.device, utilization: float) -> tuple[str, str]
     if held <= max(_OURS, total // 10):
         return None
     allowed = utilization * total
-    return f"Other processes have {gib(held)} of {device}'s {gib(total)}{holders(device)}", (
-        f"--gpu-memory-utilization {utilization} allows {gib(allowed)} with theirs: {gib(max(allowed - held, 0))} are "
-        f"left. End them, or use {another_gpu(device)}."
+    return f"Other processes use {gib(held)} of {device}'s {gib(total)}{holders(device)}", (
+        f"--gpu-memory-utilization {utilization} allows {gib(allowed)} including theirs, which leaves "
+        f"{gib(max(allowed - held, 0))}. Stop them, or use {another_gpu(device)}."
     )
 
 
