@@ -59,7 +59,7 @@ def test_what_prevents_it(text: str | None, cuda: str | None, said: str, loaded:
     assert said in why
     assert fix.endswith(".")
     why, fix = gpus.obstacle(None, "7.0")
-    assert why == "torch is built for ROCm 7.0, and sees no AMD GPU"
+    assert why == "torch is built for ROCm 7.0 but sees no AMD GPU"
     assert "An NVIDIA GPU needs a CUDA build" in fix
 
 
@@ -96,8 +96,7 @@ def test_a_cpu_that_computes_instead_is_told(
         make_engine(path, device="auto").close()
     assert caplog.messages == [
         "Running on the CPU although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, "
-        "as "
-        "listed on pytorch.org."
+        "as listed on pytorch.org."
     ]
 
 
@@ -193,7 +192,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     ("setting", "listed", "divided", "said", "told"),
     [
         ("", TWO, WHOLE, "CUDA_VISIBLE_DEVICES is '', which hides every GPU", "Unset it"),
-        ("-1", TWO, WHOLE, "is '-1', which hides every GPU", "by number or UUID"),
+        ("-1", TWO, WHOLE, "is '-1', which hides every GPU", "a number or UUID"),
         ("2", TWO, WHOLE, "is '2', but '2' matches no GPU", f"Available: 0 or {FIRST} (NVIDIA L4); 1 or {SECOND}"),
         ("GPU-9", TWO, WHOLE, "but 'GPU-9' matches no GPU", "1 or GPU-1bb0 (NVIDIA H200)."),
         ("GPU-1", TWO, WHOLE, "but 'GPU-1' matches several GPUs", "Unset it"),
@@ -290,7 +289,7 @@ def test_memory_that_others_hold(tool: Callable[..., None], monkeypatch: pytest.
     ((found, fix),) = look_at(CUDA, 0.9).warnings
     assert found == ("Other processes use 60.00 GiB of cuda:0's 80.00 GiB (process 42 56.00 GiB, process 41 2.00 GiB)")
     assert "allows 72.00 GiB including theirs, which leaves 12.00 GiB" in fix
-    assert fix.endswith("End them, or use another GPU (--device cuda:1 has 70.00 GiB free).")
+    assert fix.endswith("Stop them, or use another GPU (--device cuda:1 has 70.00 GiB free).")
     play_gpus(monkeypatch, FIRST, free=20)
     assert look_at(CUDA, 0.9).warnings[0][1].endswith("or use another GPU.")
 
@@ -314,4 +313,4 @@ def test_a_start_says_it_before_it_loads(
     said = [record for record in caplog.records if record.name == "octavo.execution"]
     assert [record.levelname for record in said] == ["INFO", "WARNING"]
     assert said[0].getMessage().startswith("GPU: cuda:0 (NVIDIA H200), one of 2")
-    assert "End them, or use another GPU" in said[1].getMessage()
+    assert "Stop them, or use another GPU" in said[1].getMessage()
