@@ -99,8 +99,8 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
             "line 3: the same key is on line 1 with other options. Remove one of them.",
         ),
         (b"shared role=metrics", "line 1: the same key stands in api_key, with other words"),
-        ("schlüssel-secret".encode(), "line 1: the key is not of printable ASCII"),
-        (b"sk\x01secret\n", "line 1: the key is not of printable ASCII characters without spaces"),
+        ("schlüssel-secret".encode(), "line 1: the key must consist of printable ASCII"),
+        (b"sk\x01secret\n", "line 1: the key must consist of printable ASCII characters without spaces"),
     ],
 )
 def test_a_file_without_good_keys_prevents_the_start(content: bytes | None, said: str, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name in _UNSUPPORTED:
         if name in unknown:
-            fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
+            fail(name, f"{name} is not supported. Remove it.", code="unsupported_parameter")
     refuse_unsupported(unknown)
     ignored.update(_ignored_fields(body))
     messages = _read_messages(body.messages, ignored)

@@ -52,7 +52,7 @@ def _read_message(item: Any, where: str) -> Message:
         _fail(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.")
     for unsupported in _UNSUPPORTED:
         if item.get(unsupported):
-            reason = f"{where}.{unsupported} is not supported; leave it out."
+            reason = f"{where}.{unsupported} is not supported. Remove it."
             _fail(f"{where}.{unsupported}", reason, code="unsupported_parameter")
     message: Message = {"role": role}
     calls = _read_calls(item, role, where)

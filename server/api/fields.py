@@ -145,7 +145,7 @@ def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
         ):
             continue
         otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
-        message = _INSTEAD.get(name, f"{name} is not supported; leave it out{otherwise}.")
+        message = _INSTEAD.get(name, f"{name} is not supported. Remove it{otherwise}.")
         raise ApiError(400, message, param=name, code="unsupported_parameter")
 
 
