@@ -100,7 +100,7 @@ def test_a_conversation_is_told_from_its_beginning(tmp_path: Path) -> None:
         with pytest.raises(HistoryError, match="an earlier response of its conversation, a,") as gone:
             await store.history("c", None, 10_000)
         assert gone.value.missing == "a"
-        with pytest.raises(HistoryError, match="no stored response x"):
+        with pytest.raises(HistoryError, match="no stored response has the id x"):
             await store.history("x", None, 10_000)
 
     within(make(tmp_path), work)

@@ -420,7 +420,7 @@ def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"quant_method": "aqlm"}, ("aqlm", "awq, bitsandbytes, compressed-tensors", "bfloat16|16-bit")),
+        ({"quant_method": "aqlm"}, ("aqlm", "awq, bitsandbytes, compressed-tensors", "unquantized")),
         ({}, ("a method that config.json does not name",)),
         (GPTQ4 | {"bits": 5}, ("bits of the config's", "2, 3, 4, 8", "5")),
         (GPTQ4 | {"bits": "4"}, ("bits of the config's", "'4'")),
