@@ -54,7 +54,7 @@ def copier(portable: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("copier") / "c++"
     path.write_text(
         "#!/bin/sh\n"
-        "[ \"$1\" = --version ] && echo copier && exit\n"
+        '[ "$1" = --version ] && echo copier && exit\n'
         "for last; do :; done\n"
         'case " $* " in\n'
         '    *" -c "*) touch "$last" ;;\n'

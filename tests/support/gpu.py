@@ -1,6 +1,6 @@
 """What tests of `engine.backends.triton` share: where kernels run, and how they are compiled where there is no GPU.
 
-As a script (`python -m support.gpu MODULE [CAPABILITY]`) it compiles the `VARIANTS` of a module and prints what came of
+As a script (`python -m support.gpu MODULE`) it compiles the `VARIANTS` of a module and prints what came of
 it: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
 """
 
@@ -65,7 +65,8 @@ class Variant:
         multiples: integers that are multiples of 16 at the launch; pointers are, all of them. Triton compiles other
             code for those, which takes more shared memory.
         num_warps, num_stages: as at the launch.
-        capabilities: what it is compiled for.
+        capabilities: what it is compiled for: the oldest and the newest, between which code without products of
+            matrices hardly differs.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Variant:
     multiples: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
-    capabilities: tuple[int, ...] = (80, 90, 100)
+    capabilities: tuple[int, ...] = (80, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +102,15 @@ class Compiled:
     error: str = ""
 
 
-def compile_variants(module: str, cache: Path, capability: int | None = None) -> list[Compiled]:
+def compile_variants(module: str, cache: Path) -> list[Compiled]:
     """Compile the `VARIANTS` of a module below tests/, such as "support.variants_attention", without a GPU.
 
     Args:
         cache: a folder for Triton's own cache.
-        capability: the only one to compile for.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "support.gpu", module, *([] if capability is None else [str(capability)])]
+    command = [sys.executable, "-m", "support.gpu", module]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
@@ -170,5 +170,4 @@ def _stack(cubin: bytes) -> int:
 
 if __name__ == "__main__":
     variants: list[Variant] = importlib.import_module(sys.argv[1]).VARIANTS
-    wanted = {int(capability) for capability in sys.argv[2:]} or set(SHARED_MEMORY)
-    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities if c in wanted]))
+    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities]))
