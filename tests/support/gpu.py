@@ -1,6 +1,6 @@
 """What tests of `engine.backends.triton` share: where kernels run, and how they are compiled where there is no GPU.
 
-As a script (`python -m support.gpu MODULE`) it compiles the `VARIANTS` of a module and prints what came of
+As a script (`python -m support.gpu MODULE [CAPABILITY]`) it compiles the `VARIANTS` of a module and prints what came of
 it: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
 """
 
@@ -102,15 +102,16 @@ class Compiled:
     error: str = ""
 
 
-def compile_variants(module: str, cache: Path) -> list[Compiled]:
+def compile_variants(module: str, cache: Path, capability: int | None = None) -> list[Compiled]:
     """Compile the `VARIANTS` of a module below tests/, such as "support.variants_attention", without a GPU.
 
     Args:
         cache: a folder for Triton's own cache.
+        capability: the only one to compile for.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "support.gpu", module]
+    command = [sys.executable, "-m", "support.gpu", module, *([] if capability is None else [str(capability)])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
@@ -170,4 +171,5 @@ def _stack(cubin: bytes) -> int:
 
 if __name__ == "__main__":
     variants: list[Variant] = importlib.import_module(sys.argv[1]).VARIANTS
-    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities]))
+    wanted = {int(capability) for capability in sys.argv[2:]} or set(SHARED_MEMORY)
+    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities if c in wanted]))
