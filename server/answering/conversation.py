@@ -65,6 +65,8 @@ class ConversationRun(Run[ChatPiece, Choice]):
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
+        if self.tools is not None:  # a later turn may force a call
+            self.service.client.warm_grammars()
         truncation = self.truncation
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
