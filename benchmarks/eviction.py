@@ -3,9 +3,9 @@
     python benchmarks/eviction.py --output
 
 Requests of a trace come one after the other. Each adopts the pages that are known, takes new ones for the rest of its
-prompt and for its answer, and gives all of them up. A page here is a block of the trace. Traces: with --workloads, by
-default ../shared/data/workloads, Mooncake's conversations and its synthetic requests (blocks of 512 tokens); and agents,
-which are made up: 480 conversations over eight hours, with one of three system prompts of 20 thousand tokens, 60 to
+prompt and for its answer, and gives all of them up. A page here is a block of the trace. With --workloads, by default
+../shared/data/workloads, the traces are Mooncake's conversations and its synthetic requests (blocks of 512 tokens).
+Agents are made up: 480 conversations over eight hours, with one of three system prompts of 20 thousand tokens, 60 to
 600 new tokens a turn, 16 turns on average, subagents, and a short request for a title each.
 """
 
