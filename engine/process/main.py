@@ -42,6 +42,7 @@ from engine.process.messages import (
     News,
     Ready,
     Start,
+    Warm,
     decode_command,
     encode,
     receive_known,
@@ -205,6 +206,8 @@ class Loop:
         elif isinstance(command, Add):
             if not self._waits(client, command):
                 self._answer(client, command, self._add(client, command))
+        elif isinstance(command, Warm):
+            self._engine.warm_grammars()
         elif isinstance(command, Dismiss):
             self._dismiss(command.client)
         else:
