@@ -1,4 +1,4 @@
-"""Octavo on encoders with ONNX Runtime, OpenVINO and sentence-transformers: texts per second, one text at a time, memory.
+"""Encoders: Octavo against ONNX Runtime, OpenVINO and sentence-transformers, in throughput, latency and memory.
 
 Random weights in the shapes of all-MiniLM-L6, BERT-base, bge-m3 (XLM-RoBERTa large) and a cross-encoder (MiniLM-L6
 with a score). Inputs are token ids in the lengths of a workload (see `embeddings.py`). Everybody runs in a process of

@@ -15,9 +15,9 @@ from protocol import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from encoder_batches import answer  # noqa: E402
+from encoder_batches import answer
 
-from engine import Engine, EngineConfig, PoolingParams  # noqa: E402
+from engine import Engine, EngineConfig, PoolingParams
 
 _loaded: dict[str, Any] = {}
 _HEADS = {
