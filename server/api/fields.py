@@ -120,7 +120,6 @@ _PART_OF: dict[str, tuple[str, ...]] = {
 # What to send instead.
 _INSTEAD = {
     "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts prompt and answer whole.",
-    "grammar": "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark.",
     "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
     "or documents in front of the text.",
 }

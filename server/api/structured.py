@@ -82,6 +82,7 @@ class StructuredBody(Body):
     guided_json: Schema | None = Field(None, description="structured_outputs.json by its older name.")
     guided_regex: str | None = Field(None, description="structured_outputs.regex by its older name.")
     json_schema: Schema | None = Field(None, description="structured_outputs.json by llama.cpp's name.")
+    grammar: str | None = Field(None, description="structured_outputs.grammar by llama.cpp's name; empty: none.")
 
     def structured(self) -> StructuredOutputsParams | None:
         """What the answer must look like, as the engine is told.
@@ -129,6 +130,8 @@ class StructuredBody(Body):
                 asked.append((name, {name.removeprefix("guided_"): value}))
         if self.json_schema is not None:
             asked.append(("json_schema", {"json": self.json_schema}))
+        if self.grammar:
+            asked.append(("grammar", {"grammar": self.grammar}))
         return asked
 
 
