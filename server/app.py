@@ -48,6 +48,7 @@ from server.routes import (
     classify,
     cohere,
     completions,
+    decisions,
     embeddings,
     entities,
     fill_mask,
@@ -210,6 +211,7 @@ def create_app(
         chat,
         responses,
         messages,
+        decisions,
         embeddings,
         cohere,
         text_embeddings,
@@ -258,6 +260,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/decisions", "/v1/systemone",
         "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
@@ -271,6 +274,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (chat, commons.generating),
         (responses, commons.generating),
         (messages, commons.generating),
+        (decisions, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

@@ -15,7 +15,9 @@ from engine.text.processor import Tokenizer
 from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 
-CONVERSATIONS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+CONVERSATIONS = [
+    "/v1/completions", "/v1/chat/completions", "/v1/decisions", "/v1/systemone", "/v1/responses", "/v1/messages",
+]  # fmt: skip
 VECTORS = ["/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"]
 ENCODER: dict[str, Any] = {"encoder_only": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
 EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
@@ -38,6 +40,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]},
+    "/v1/systemone": {"state": "a", "questions": {"b": {"type": "noul"}}},
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},

@@ -118,6 +118,8 @@ def _translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
+    "/v1/decisions": _chat,
+    "/v1/systemone": _chat,
     "/v1/responses": _chat,
     "/v1/messages": _chat,
     "/v1/embeddings": _embeddings,
