@@ -52,6 +52,7 @@ from server.routes import (
     embeddings,
     entities,
     fill_mask,
+    generate,
     live,
     messages,
     models,
@@ -212,6 +213,7 @@ def create_app(
         responses,
         messages,
         decisions,
+        generate,
         embeddings,
         cohere,
         text_embeddings,
@@ -228,7 +230,7 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting, translate.listing, text_embeddings.facts):
+    for router in (responses.stored, messages.counting, generate.rendering, translate.listing, text_embeddings.facts):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -261,6 +263,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
+        "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
         "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
@@ -275,6 +278,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (responses, commons.generating),
         (messages, commons.generating),
         (decisions, commons.generating),
+        (generate, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

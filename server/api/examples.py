@@ -248,3 +248,9 @@ SYSTEM_ONE: dict[str, Any] = {
         },
     },
 }
+GENERATE: dict[str, Any] = {
+    "simple": {
+        "summary": "Continue token ids",
+        "value": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+    },
+}

@@ -58,6 +58,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: str | None = Field(None, description="What this regular expression matches as a whole, in Rust's syntax.")
     structural_tag: Tags | None = Field(None, description="Free text in which triggers begin tags with JSON in them.")
+    around: str | None = Field(None, description="What may stand around that, in Lark, as /render writes it.")
     disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its parts.")
     whitespace_pattern: str | None = Field(None, description="The white space that JSON may have between two parts.")
     disable_additional_properties: Literal[False] | None = Field(None, description="Not supported: the schema says it.")
