@@ -53,13 +53,16 @@ class StructuredOutputs(Body):
     """Format of the answer, as in vLLM: exactly one of the first six fields."""
 
     choice: Choices | None = Field(None, description="The answer is one of these texts.")
-    grammar: str | None = Field(None, description="The answer follows this grammar, in llguidance's variant of Lark.")
+    grammar: str | None = Field(
+        None, description="The answer follows this grammar, in llguidance's variant of Lark or in GBNF."
+    )
     json_: Schema | None = Field(None, alias="json", description="The answer is JSON with this schema.")
     json_object: bool | None = Field(None, description="The answer is any JSON object.")
     regex: str | None = Field(None, description="The whole answer matches this regular expression, in Rust's syntax.")
     structural_tag: Tags | None = Field(
         None, description="Free text with tags that contain JSON; triggers start the tags."
     )
+    around: str | None = Field(None, description="Lark grammar of the text around the answer, as /render writes it.")
     disable_any_whitespace: bool | None = Field(None, description="No white space between the parts of JSON.")
     whitespace_pattern: str | None = Field(None, description="White space that is allowed between the parts of JSON.")
     disable_additional_properties: Literal[False] | None = Field(
@@ -86,6 +89,9 @@ class StructuredBody(Body):
     guided_json: Schema | None = Field(None, description="Older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="Older name of structured_outputs.regex.")
     json_schema: Schema | None = Field(None, description="llama.cpp's name of structured_outputs.json.")
+    grammar: str | None = Field(
+        None, description="llama.cpp's name of structured_outputs.grammar. An empty text means none."
+    )
 
     def structured(self) -> StructuredOutputsParams | None:
         """What the answer must look like, as the engine is told.
@@ -133,6 +139,8 @@ class StructuredBody(Body):
                 asked.append((name, {name.removeprefix("guided_"): value}))
         if self.json_schema is not None:
             asked.append(("json_schema", {"json": self.json_schema}))
+        if self.grammar:
+            asked.append(("grammar", {"grammar": self.grammar}))
         return asked
 
 
