@@ -341,7 +341,7 @@ def test_progress_is_shown_on_request(folder: Callable[[str], Path], capfd: pyte
 def test_local_folders_are_found_or_explained(folder: Callable[[str], Path], tmp_path: Path) -> None:
     path = folder("llama")
     assert checkpoint.locate(str(path)) == path
-    with pytest.raises(ModelLoadError, match=r"nowhere/model does not exist\. Name one"):
+    with pytest.raises(ModelLoadError, match=r"nowhere/model does not exist\. Give a folder"):
         checkpoint.locate(str(tmp_path / "nowhere" / "model"))
     for name in ("./nowhere", "../nowhere", "~/nowhere/at/all", "nowhere/", "a/b/c"):
         with pytest.raises(ModelLoadError, match="does not exist"):

@@ -38,7 +38,7 @@ def find_here(model: str) -> Path | None:
     if path.suffix == SUFFIX:
         raise ModelLoadError(f"The file {path} does not exist.{near(path)}")
     if _looks_like_path(model):
-        advice = near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
+        advice = near(path) or " Give a folder with config.json, or a model on the hub, such as org/name."
         raise ModelLoadError(f"The folder {path} does not exist.{advice}")
     return None
 

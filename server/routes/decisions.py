@@ -49,12 +49,12 @@ router = APIRouter(route_class=StrictJsonRoute)
     "/v1/decisions",
     response_model=DecisionResponse,
     responses=ERROR_RESPONSES,
-    summary="Answer questions about an input by probabilities",
+    summary="Create decisions",
 )
 async def create_decision(
     body: Annotated[DecisionRequest, Body(openapi_examples=examples.DECISIONS)], request: Request, service: ServiceDep
 ) -> Response:
-    """Up to 400 predicates, choices and scores about one input, all in one batch."""
+    """Answer up to 400 questions (predicates, choices, scores) about one input with probabilities, in one batch."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/decisions")
@@ -130,12 +130,12 @@ def _expected(shares: Sequence[float]) -> float:
     "/v1/systemone",
     response_model=SystemOneResponse,
     responses=ERROR_RESPONSES,
-    summary="The same in vLLM's shape",
+    summary="Create decisions (vLLM's format)",
 )
 async def create_structured_decision(
     body: Annotated[SystemOneRequest, Body(openapi_examples=examples.SYSTEM_ONE)], request: Request, service: ServiceDep
 ) -> Response:
-    """Choices, yes or no, and scores about a state, which is text or JSON."""
+    """Answer choices, yes-or-no questions and scores about a state, which is text or JSON."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/systemone")
