@@ -208,7 +208,7 @@ def test_where_nothing_must_be_there_is_no_grammar() -> None:
         parsing = reader.parsing(tools, "")
         assert parsing is not None
         assert call_grammar(parsing, {}) is None
-    with pytest.raises(ValueError, match=r"calls in the form of GLM 4.5, 4.6, 4.7 \(glm45\) cannot be enforced"):
+    with pytest.raises(ValueError, match=r"calls in the format of GLM 4.5, 4.6, 4.7 \(glm45\) cannot be enforced"):
         call_grammar(parsing_of("glm45"), {})
 
 
