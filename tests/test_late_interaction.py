@@ -147,7 +147,7 @@ def test_convolutions_cannot_leave_masks_out(tmp_path: Path, caplog: pytest.LogC
     late = pylate_of(tmp_path / "m", encoder, {})
     with caplog.at_level(logging.WARNING):
         llm = load(late.path)
-    assert "a query is not filled up with masks" in caplog.text
+    assert "a query is not padded with masks" in caplog.text
     ids = tokenizer("water").input_ids
     (found,) = llm.score("water", "water")
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in ("[Q] ", "[D] ")]
@@ -237,7 +237,7 @@ def test_prompts_stand_behind_markers(tmp_path: Path) -> None:
         ({"query_maxlen": "32"}, "query_maxlen must be a whole number of tokens, got '32'"),
         (
             {"doc_token_id": "[unused7]"},
-            r"marks each document by the token '\[unused7\]', which its tokenizer does not",
+            r"marks each document with the token '\[unused7\]', which its tokenizer does not",
         ),
     ],
 )

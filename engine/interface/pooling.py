@@ -247,7 +247,7 @@ def check_task(info: EngineInfo, task: Task) -> None:
     """
     if task not in info.tasks:
         if task == "align":
-            lacks = "it is no speech model" if info.speech is None else info.speech.no_alignment
+            lacks = "it is not a speech model" if info.speech is None else info.speech.no_alignment
         elif info.max_encoder_len is not None and "generate" in info.tasks:
             lacks = "it is an encoder-decoder model, made to generate"
         else:
