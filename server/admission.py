@@ -231,13 +231,13 @@ class Admission:
         limit = self._max_queue_time
         if limit is None:
             limit, known = self._prefills.value / 2, self._prefills.count > 0 and self._runs.count > 0
-            what = f"{limit:.2g} s, half of what a first token takes while there is room (max_queue_time is not set)"
+            what = f"{limit:.2g} s, half the time to first token of an idle server (max_queue_time is not set)"
         else:
             known, what = True, f"{limit:g} s (max_queue_time)"
             if not limit:
                 return
         if not known:
-            message = "The service is full, and when there will be room is not known yet."
+            message = "The service is full, and the waiting time is not known yet."
             raise self._refusal("queue_time", message, "--max-queue-time", 0.0)
         if seconds > limit:
             raise self._refusal(

@@ -355,7 +355,7 @@ class ResponseStore:
         now = time.monotonic()
         if now - self._logged >= _LOG_INTERVAL:
             self._logged = now
-            logger.error("The store of responses failed: %s", problem)
+            logger.error("The response store failed: %s", problem)
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:

@@ -155,7 +155,7 @@ def test_what_a_file_says_of_sampling(gguf: Any, tmp_path: Path, caplog: pytest.
     assert defaults.values == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     assert "mirostat=2, penalty_last_n=64, which Octavo does not implement" in caplog.text
     assert (
-        "sets no top_p or min_p: requests without a temperature use llama.cpp's defaults, top_p 0.95, min_p 0.05"
+        "does not set top_p or min_p: requests without a temperature use llama.cpp's defaults, top_p 0.95, min_p 0.05"
         in (caplog.text)
     )
 

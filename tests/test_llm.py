@@ -91,7 +91,7 @@ def test_bad_words_are_not_written(llm: LLM) -> None:
     (kept,) = llm.generate(STORY, replace(GREEDY, bad_words=["was", "there"]))
     assert not {"was", "there"} & set(kept.outputs[0].text.split())
     assert llm.generate(STORY, replace(GREEDY, bad_words=[]))[0].outputs == free.outputs
-    with pytest.raises(InvalidRequestError, match="bad_words is for LLM and HTTP"):
+    with pytest.raises(InvalidRequestError, match="bad_words works in LLM and over HTTP only"):
         llm.engine.add_request("direct", [5], replace(GREEDY, bad_words=["was"]))
 
 

@@ -489,7 +489,7 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
             assert (answer["status"], answer["store"]) == ("completed", False)
             assert answer["output"][0]["content"][0]["text"] == "One."
             assert (await api.ask("GET", f"{PATH}/{answer['id']}")).status_code == 404
-        assert caplog.text.count("The store of responses failed: ") == 1
+        assert caplog.text.count("The response store failed: ") == 1
         assert "full" in caplog.text
         assert "octavo_response_store_failures_total 2.0" in (await api.ask("GET", "/metrics")).text
         store._database.execute("PRAGMA max_page_count = 100000")

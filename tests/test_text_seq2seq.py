@@ -180,7 +180,7 @@ def plain() -> Api:
     ("fields", "words"),
     [
         ({"decoder_prompt": "b"}, "end the prompt with"),
-        ({"forced_bos_token": 5}, "leave it out"),
+        ({"forced_bos_token": 5}, "remove it"),
         ({"src_lang": "en_XX"}, "describe the task in the prompt"),
         ({"tgt_lang": "de_DE"}, "describe the task in the prompt"),
     ],

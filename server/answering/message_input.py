@@ -132,7 +132,7 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     if system := _read_system(body.system, ignored):
         messages.insert(0, {"role": "system", "content": system})
     if len(messages) > MAX_MESSAGES:
-        fail("messages", f"messages hold {len(messages)} messages and results, and at most {MAX_MESSAGES} may be sent.")
+        fail("messages", f"messages has {len(messages)} messages and results, but at most {MAX_MESSAGES} are allowed.")
     fields["messages"] = messages
     if body.tools:
         check_value(body.tools, "tools")
@@ -243,7 +243,7 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         for block, place in placed:
             _add(messages, role, block, place, ignored)
     if not messages:
-        fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
+        fail("messages", f"messages must contain at least one message with content, got {len(given)}.")
     for said in messages:
         for name in ("reasoning_content", "content"):
             if isinstance(said.get(name), list):

@@ -91,7 +91,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, Deployme
     settings = Settings(**given)
     for name, instead in _SERVES_OWN.items():
         if getattr(settings, name) != Settings.model_fields[name].default:
-            message = f"{name} is Ray Serve's part, and has no effect on a replica. Instead: {instead}."
+            message = f"{name} has no effect on a replica, because Ray Serve does this. Use instead: {instead}."
             if name in given:
                 raise ConfigError(message)
             logger.warning("%s", message)  # a variable, which may be meant for `octavo serve` in the same image

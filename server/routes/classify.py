@@ -126,10 +126,12 @@ class _TokenRun(_ClassifyRun):
             raise _refusal("top_k", "a model that classifies texts, but this model classifies tokens")
         self.aggregation = self.body.aggregates() or "simple"
         if isinstance(self.body.input[0], list) and self.aggregation in _NEEDS_TEXT:
-            message = f"aggregation {self.aggregation!r} goes by words, and token ids have none; send text, or simple."
+            message = (
+                f"aggregation {self.aggregation!r} needs words, which token ids do not have. Send text, or use simple."
+            )
             raise ApiError(400, message, param="aggregation", code="invalid_value")
         if any(isinstance(item, Pair) for item in self.body.input):
-            message = f"{self.service.model_id} classifies the tokens of one text at a time; leave text_pair out."
+            message = f"{self.service.model_id} classifies the tokens of a single text. Remove text_pair."
             raise ApiError(400, message, param="input", code="unsupported_parameter")
         return await self.read(PoolingParams(task="token_classify", use_activation=self.use_activation))
 
@@ -151,4 +153,4 @@ class _TokenRun(_ClassifyRun):
 
 
 def _refusal(name: str, why: str) -> ApiError:
-    return ApiError(400, f"{name} is for {why}; leave it out.", param=name, code="unsupported_parameter")
+    return ApiError(400, f"{name} is only for {why}. Remove it.", param=name, code="unsupported_parameter")

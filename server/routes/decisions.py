@@ -90,7 +90,7 @@ def _question(where: str, question: DecisionQuestion) -> Question:
     else:
         pairs = [(level.label, level.description) for level in question.levels]
     if len(pairs) > len(LETTERS):
-        message = f"{where} has {len(pairs)} choices, and this server labels at most {len(LETTERS)} choices by letters."
+        message = f"{where} has {len(pairs)} choices, but at most {len(LETTERS)} are supported."
         _fail(where, f"{message} Ask several questions.")
     return Question(question.instructions, tuple(described(*pair) for pair in pairs), LETTERS[: len(pairs)])
 
@@ -142,7 +142,7 @@ async def create_structured_decision(
     body.refuse_unsupported()
     variables = body.chat_template_kwargs or {}
     if variables.get("enable_thinking"):
-        message = "the answer is the reply's first token, so thinking must be off; leave enable_thinking out."
+        message = "the first token of the reply is the answer, so thinking must be off. Remove enable_thinking."
         _fail("chat_template_kwargs", message)
     if not 0 < len(body.questions) <= MAX_SPECS:
         _fail("questions", f"questions must hold at least one and at most {MAX_SPECS}, got {len(body.questions)}.")

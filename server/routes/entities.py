@@ -41,7 +41,7 @@ async def create_entities(
     require(service, "/v1/entities")
     body.refuse_unsupported()
     if (longest := max(map(len, body.input))) > MAX_CHARACTERS:
-        message = f"a text may have at most {MAX_CHARACTERS} characters, and one has {longest}. Cut it in parts."
+        message = f"a text may have at most {MAX_CHARACTERS} characters, but one has {longest}. Split it."
         raise ApiError(400, message, param="input", code="context_length_exceeded")
     return await _EntitiesRun(service, body, arrival, entity_terms=body.terms()).respond(request)
 
@@ -71,8 +71,8 @@ class _EntitiesRun(PoolingRun):
             total += len(self.readings[-1].windows)
             if total > MAX_WINDOWS:
                 message = (
-                    f"the texts make more than {MAX_WINDOWS} windows, which is the most that one request may have. "
-                    "Send fewer, or lower stride."
+                    f"the texts make more than {MAX_WINDOWS} windows, the limit for a request. Send fewer, or "
+                    f"lower stride."
                 )
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
         return [

@@ -76,7 +76,7 @@ async def get_response(
 ) -> Response:
     """Return a stored response as it was sent."""
     if stream:
-        message = "stream is not supported here: a stored answer comes at once."
+        message = "stream is not supported for stored responses."
         raise ApiError(400, message, param="stream", code="unsupported_parameter")
     kept = await _kept(service, response_id, _tenant(request))
     return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
@@ -149,15 +149,15 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
     store, name = service.response_store, "previous_response_id"
     if store is None:
         message = (
-            f"{name} needs answers to be stored, and this server stores none: send the whole conversation as input, or "
-            "start it with --response-store."
+            f"{name} needs stored responses, but this server does not store them. Send the whole conversation "
+            f"as input, or start the server with --response-store."
         )
         raise ApiError(400, message, param=name, code="unsupported_parameter")
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:
         return await _asked(service, store.history(id_, tenant, most))
     except HistoryError as problem:
-        message = f"{name} {shown(id_)} cannot be gone on from: {problem}."
+        message = f"{name} {shown(id_)} cannot be continued: {problem}."
         if problem.missing is None:
             message += " Send what is needed of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
@@ -182,11 +182,15 @@ async def _asked(service: Service, answer: Awaitable[T]) -> T:
         return await answer
     except StoreError as problem:
         service.metrics.store_failed()
-        logger.error("The store of responses failed: %s", problem)
-        message = "The store of responses failed; the server's log says why."
+        logger.error("The response store failed: %s", problem)
+        message = "The response store failed. See the server's log for the reason."
         raise ApiError(500, message, code="internal_error") from problem
 
 
 def _unknown(service: Service, id_: str) -> ApiError:
-    why = "" if service.response_store is not None else " This server stores none: it has no --response-store."
+    why = (
+        ""
+        if service.response_store is not None
+        else " This server does not store responses (--response-store is not set)."
+    )
     return ApiError(404, f"There is no response {shown(id_)}.{why}", param="response_id", code="not_found")

@@ -67,7 +67,7 @@ async def create_either_rerank(
     require(service, "/v1/rerank")
     body.refuse_unsupported()
     if body.documents is not None:
-        message = "documents and texts are two names of what is ranked; send one of them."
+        message = "documents and texts are two names of the same field. Send only one of them."
         raise ApiError(400, message, param="documents", code="invalid_value")
     run = _TextsRun(
         service,

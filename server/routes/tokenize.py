@@ -36,8 +36,8 @@ class _Countable(Room):
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
         message = (
-            f"{self.param} is too long for one request: {length} tokens, and the limit is {self.tokens} "
-            f"(the larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."
+            f"{self.param} is too long for one request: {length} tokens, but the limit is {self.tokens} (the "
+            f"larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."
         )
         return ApiError(400, message, param=self.param, code="context_length_exceeded")
 
