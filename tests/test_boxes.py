@@ -91,7 +91,7 @@ def test_models_that_read_no_boxes_refuse_them(tmp_path: Path) -> None:
     make_encoder_checkpoint(ENCODER_SHAPES["bert"], tmp_path)
     with (
         closing(LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu", dtype="float32")) as llm,
-        pytest.raises(InvalidRequestError, match="does not read boxes. Remove bbox"),
+        pytest.raises(InvalidRequestError, match=r"does not read boxes\. Remove bbox"),
     ):
         llm.embed(TokenInput(IDS, bbox=BOXES))
 

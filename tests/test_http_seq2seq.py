@@ -378,7 +378,7 @@ def test_tokenize_and_detokenize(t5: Api) -> None:
 def test_the_log_says_what_fits(t5: Api) -> None:
     log = t5.service.log.read_text()
     assert f"encoder-decoder, prompts of up to {MAX_LENGTH} tokens, answers of up to {MAX_LENGTH}." in log
-    assert f"{PAGES * BLOCK / (2 * MAX_LENGTH):.1f} of {2 * MAX_LENGTH} tokens" in log
+    assert f"{PAGES * BLOCK / (2 * MAX_LENGTH):.1f} requests of {2 * MAX_LENGTH} tokens" in log
 
 
 def test_doctor(t5: Api, mbart: Api) -> None:
