@@ -210,7 +210,6 @@ def test_beams_go_on_without_a_wait(checkpoint: Callable[[str], Any]) -> None:
         Job(prompt(4, 9), beams(2, 4, length_penalty=0.0, early_stopping=True)),
     ]
     settings = SETTINGS | {"max_num_seqs": 8, "block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 16}
-    settings |= {"max_num_batched_tokens": 16}  # steps of all sizes up to that are tried at the start
     plain = make_engine(path, **settings)
     expected = run_alone(plain, jobs)
     plain.close()
