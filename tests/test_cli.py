@@ -243,7 +243,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["supported"] is False
     assert main(["models", str(tmp_path / "nothing")]) == 1
-    assert "does not exist. Name one that holds config.json, or a model on the hub" in capsys.readouterr().err
+    assert "does not exist. Give a folder with config.json, or a model on the hub" in capsys.readouterr().err
     shutil.copytree(DEMO_MODEL, tmp_path / "my-model")
     assert main(["models", str(tmp_path / "my-modle")]) == 1
     assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
