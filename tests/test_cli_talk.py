@@ -541,7 +541,7 @@ def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
         "chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1", OCTAVO_SHOW_PROGRESS="true"
     )
     terminal.wait_for("loading the bundled model")
-    assert "Loading the bundled model ... 100%" in terminal.wait_for("loaded here. /help")
+    assert "Loading 100% of the bundled model" in terminal.wait_for("loaded here. /help")
     terminal.wait_for("> ")
     terminal.type("Who sings?\n")
     terminal.wait_for("tokens/s")

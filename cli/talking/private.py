@@ -46,7 +46,7 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
             start_new_session=True,  # Ctrl-C is for the answer, not for the model
         )  # fmt: skip
         try:
-            with keys_kept(), _waiting(f"Loading {what} ...") as show:
+            with keys_kept(), _waiting(what) as show:
                 _wait_ready(Wire(place), process, log, show)
             yield place
         finally:
@@ -89,17 +89,18 @@ def _own() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal that the model loads; takes the progress, which is shown after the text."""
+def _waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal that the model loads. The progress stands before its name, which may be long."""
+    text = f"Loading {what} ..."
     if is_rich(sys.stderr):
         from rich.text import Text
 
         with console(sys.stderr).status(Text(text)) as status:
-            yield lambda progress: status.update(Text(f"{text} {progress}"))
+            yield lambda progress: status.update(Text(f"Loading {progress} of {what}"))
     elif sys.stderr.isatty():
         print(text, end="", file=sys.stderr, flush=True)
         try:
-            yield lambda progress: print(f"\r{text} {progress}", end="", file=sys.stderr, flush=True)
+            yield lambda progress: print(f"\rLoading {progress} of {what}  ", end="", file=sys.stderr, flush=True)
         finally:
             print(file=sys.stderr)
     else:
@@ -117,7 +118,7 @@ def _progress(log: IO[bytes]) -> str:
 def _wait_ready(wire: Wire, process: subprocess.Popen[bytes], log: IO[bytes], show: Callable[[str], None]) -> None:
     shown = ""
     while process.poll() is None:
-        if (progress := _progress(log)) != shown:
+        if (progress := _progress(log)) not in ("", shown):
             shown = progress
             show(shown)
         try:
