@@ -1,4 +1,4 @@
-"""RoFormer: BERT's encoder with rotary positions of neighbouring features (arXiv:2104.09864)."""
+"""RoFormer: BERT's encoder with interleaved rotary positions (arXiv:2104.09864)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="RoFormer",
     architectures=tuple(f"RoFormer{kind}" for kind in bert.KINDS if kind != "ForPreTraining"),
-    brings="BERT's encoder with rotary positions of neighbouring features",
+    brings="BERT's encoder with interleaved rotary positions",
     spec=spec,
     weights=weights,
 )
