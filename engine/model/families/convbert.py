@@ -1,4 +1,4 @@
-"""ConvBERT: BERT's encoder; half of the heads are convolutions (arXiv:2008.02496)."""
+"""ConvBERT: BERT's encoder in which half of the heads are convolutions (arXiv:2008.02496)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MobileBERT: bottleneck layers, embeddings from three neighbouring tokens, norms without statistics (arXiv:2004.02984)."""
+"""MobileBERT: layers within bottlenecks, vectors of three tokens, norms without statistics (arXiv:2004.02984)."""
 
 from __future__ import annotations
 

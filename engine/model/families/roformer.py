@@ -1,4 +1,4 @@
-"""RoFormer: BERT's encoder with interleaved rotary positions (arXiv:2104.09864)."""
+"""RoFormer: BERT's encoder with rotary positions of neighbouring features (arXiv:2104.09864)."""
 
 from __future__ import annotations
 
