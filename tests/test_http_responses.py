@@ -543,6 +543,6 @@ def test_the_client_reads_errors() -> None:
         async with api.openai() as client:
             await client.responses.create(model="org/fake", input="hi", background=True)
 
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError, match="--response-store") as refused:
         Conversing(saying("ok")).run(ask)
     assert (refused.value.param, refused.value.code) == ("background", "unsupported_parameter")

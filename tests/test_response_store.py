@@ -307,7 +307,7 @@ def test_a_file_of_another_version_is_refused_at_the_start(tmp_path: Path) -> No
     database = sqlite3.connect(file_in(tmp_path))
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConfigError, match=r"another version of Octavo \(its tables are version 99, this one's are 1\)"):
+    with pytest.raises(ConfigError, match=r"another version of Octavo \(its tables are version 99, this one's are 2\)"):
         make(tmp_path)
 
 
@@ -446,7 +446,8 @@ def test_keys_are_tenants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("question", "param"),
-    [("?stream=true", "stream"), ("/input_items?limit=0", "limit"), ("/input_items?limit=101", "limit"),
+    [("?stream=true", "stream"), ("?stream=true&starting_after=-2", "starting_after"),
+     ("/input_items?limit=0", "limit"), ("/input_items?limit=101", "limit"),
      ("/input_items?order=up", "order"), ("/input_items?after=msg_x", "after")],
 )  # fmt: skip
 def test_questions_that_are_wrong_are_refused(tmp_path: Path, question: str, param: str) -> None:

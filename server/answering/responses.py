@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from pydantic import RootModel
 from pydantic_core import to_json
 
+from server.answering.background import Background, follow
 from server.answering.blocks import Blocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
@@ -21,12 +22,13 @@ from server.answering.reading import Ignored, fail, read_text
 from server.answering.response_events import ResponseEvents, completed
 from server.answering.response_input import Item, to_messages
 from server.answering.response_tools import ResponseTools, function_name, read_response_tools
+from server.answering.streaming import EventStream, Wanted
 from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
 from server.api.fields import refuse_unsupported
 from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
 from server.api.schemas import MAX_MESSAGES, ServedBody, Usage
 from server.api.structure import check_value
-from server.errors import shown
+from server.errors import ApiError, shown
 from server.response_store import StoreError
 
 # This endpoint's names of a chat request's fields.
@@ -73,7 +75,7 @@ def read_chat(
     if len(items) > MAX_MESSAGES:
         fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
     fields["messages"] = to_messages(items, body.instructions)
-    fields["stream"] = bool(body.stream)
+    fields["stream"] = bool(body.stream or body.background)
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if _LOGPROBS in (body.include or ()):
@@ -99,6 +101,8 @@ def read_chat(
 
 def _refuse(body: ResponseRequest) -> None:
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    if body.background and body.store is False:
+        fail("background", "background needs the answer to be stored: leave store out, or send true.")
     for name in _UNSUPPORTED:
         if name in unknown:
             fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
@@ -106,9 +110,6 @@ def _refuse(body: ResponseRequest) -> None:
         if name in unknown:
             fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")
     refuse_unsupported(unknown)
-    if body.background:
-        message = "background is not supported: the answer comes with the request, at once or as a stream."
-        fail("background", message, code="unsupported_parameter")
     if body.truncation not in (None, "disabled", "auto"):
         fail("truncation", f"truncation must be disabled or auto, got {shown(body.truncation)}.")
     if body.stream_options is not None and not body.stream:
@@ -201,7 +202,7 @@ def _frame(
         "object": "response",
         "created_at": created,
         "completed_at": None,
-        "status": "in_progress",
+        "status": "queued" if body.background else "in_progress",
         "error": None,
         "incomplete_details": None,
         "model": model,
@@ -221,7 +222,7 @@ def _frame(
         "top_logprobs": body.top_logprobs or 0,
         **{name: getattr(body, name) for name in ("temperature", "top_p")},
         "truncation": "disabled",
-        "background": False,
+        "background": bool(body.background),
         "service_tier": "default",
         "user": body.user,
         "safety_identifier": body.safety_identifier,
@@ -241,9 +242,13 @@ class ResponseRun(ConversationRun[ChatPiece]):
     frame: dict[str, Any] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _cancelled: bool = False
+    _made: Background | None = None  # where the answer does not depend on its client
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it; while it streams it can be cancelled."""
+        if self.asked.background and self.service.response_store is None:
+            message = "background needs answers to be stored, and this server stores none: start it with"
+            fail("background", f"{message} --response-store, or stream the answer.", code="unsupported_parameter")
         store = self.service.response_store is not None and self.asked.store is not False
         self.frame = _frame(
             self.asked,
@@ -253,7 +258,58 @@ class ResponseRun(ConversationRun[ChatPiece]):
             created=self.created,
             store=store,
         )
+        if self.asked.background:
+            return await self._respond_later(request)
         return await ConversationRun.respond(self, request)
+
+    async def _respond_later(self, request: Request) -> Response:
+        """The answer as it is at its beginning, or its stream; it goes on without the client."""
+        key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
+        headers, ticket = await self.begin(request)
+        made = Background(self.service, self.events_of(ticket), self._keep_news, self.failing, self.interrupted)
+        if key is not None:  # until the answer has ended, and not only this request
+            await counts.begin(key.tenant, None, None)
+
+        def ended() -> None:
+            self.service.background.pop(self.request_id, None)
+            if key is not None:
+                counts.end(key.tenant)
+
+        self._made = self.service.background[self.request_id] = made
+        try:
+            await made.start(ended)
+        except StoreError as problem:
+            raise self._store_failed(problem) from problem
+        if not self.asked.stream:
+            return Response(to_json(self.frame), media_type="application/json", headers=headers)
+        events = follow(self.service, self.request_id, self.terms.tenant, -1)
+        return EventStream(events, Wanted(self.service.drain, lambda reason: None), headers)
+
+    async def _keep_news(self, first: int) -> None:
+        """Write to the store what there is of the answer, and its events from this number on."""
+        store, made = self.service.response_store, self._made
+        assert store is not None
+        assert made is not None
+        events = made.events[first:] if self.asked.stream else []
+        ids: Any = (self.request_id, self.terms.tenant)
+        if not first:
+            frame, given = to_json(self.frame).decode(), to_json(self.items).decode()
+            previous = self.asked.previous_response_id
+            await store.begin(*ids, previous=previous, frame=frame, input=given, events=events)
+            return
+        final = self._stream.final if isinstance(self._stream, ResponseEvents) else None
+        frame, output = await self.made(lambda: _parts(self.frame if final is None else final))
+        try:
+            await store.update(*ids, frame=frame, output=None if final is None else output, events=events, first=first)
+        except StoreError as problem:
+            self._store_failed(problem)
+
+    def _store_failed(self, problem: StoreError) -> ApiError:
+        store = self.service.response_store
+        assert store is not None
+        store.complain(problem)
+        self.service.metrics.store_failed()
+        return ApiError(500, "The store of responses failed; the server's log says why.", code="internal_error")
 
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None and self.called.enforced:
@@ -317,12 +373,9 @@ class ResponseRun(ConversationRun[ChatPiece]):
         store = self.service.response_store
         if store is None or not self.frame["store"]:
             return not self.frame["store"]
-
-        def parts() -> tuple[str, str, str]:
-            frame = {name: value for name, value in final.items() if name != "output"}
-            return to_json(frame).decode(), to_json(self.items).decode(), to_json(final["output"]).decode()
-
-        frame, given, output = await self.made(parts)
+        if self._made is not None:  # it is written with its last events
+            return True
+        (frame, output), given = await self.made(lambda: (_parts(final), to_json(self.items).decode()))
         try:
             await asyncio.shield(
                 store.put(
@@ -335,7 +388,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
                 )
             )
         except StoreError as problem:
-            store.complain(problem)
-            self.service.metrics.store_failed()
+            self._store_failed(problem)
             return False
         return True
+
+
+def _parts(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """An answer without its output, and that, as JSON."""
+    frame = {name: value for name, value in answer.items() if name != "output"}
+    return to_json(frame).decode(), to_json(answer["output"]).decode()

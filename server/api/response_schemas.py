@@ -196,7 +196,9 @@ class ResponseRequest(OneAnswerBody):
         None, description="Variables for the model's template, such as enable_thinking."
     )
     truncation: Name | None = Field(None, description="disabled or auto: in either case nothing is cut from the input.")
-    background: bool | None = Field(None, description="false; true is not supported.")
+    background: bool | None = Field(
+        None, description="Answer at once, and make the answer whether the client stays or not; needs a store."
+    )
     max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
     user: str | None = Field(None, max_length=512, description="Shown in the answer.")
     safety_identifier: str | None = Field(None, max_length=512, description="Shown in the answer.")
@@ -313,7 +315,7 @@ class ResponseObject(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseProblem | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -334,7 +336,7 @@ class ResponseObject(BaseModel):
     top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]
-    background: Literal[False]
+    background: bool
     service_tier: Literal["default"]
     user: str | None
     safety_identifier: str | None

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from pydantic_core import to_json
 
 from engine import parse_bytes
+from server.answering.background import follow
 from server.answering.endpoints import require
 from server.answering.public_names import public_names
 from server.answering.reading import Ignored
 from server.answering.response_input import Item, read_items
 from server.answering.responses import NAMES, ResponseRun, read_chat
+from server.answering.streaming import EventStream, Wanted
 from server.api import examples
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import ItemList, ResponseDeleted, ResponseObject, ResponseRequest
@@ -71,21 +73,32 @@ async def get_response(
     response_id: ResponseId,
     request: Request,
     service: ServiceDep,
-    stream: Annotated[bool, Query(description="false; true is not supported.")] = False,
+    stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
+    starting_after: Annotated[
+        int, Query(ge=-1, description="With stream: begin behind the event of this number.")
+    ] = -1,
 ) -> Response:
-    """An answer that was stored, as it was sent."""
-    if stream:
-        message = "stream is not supported here: a stored answer comes at once."
-        raise ApiError(400, message, param="stream", code="unsupported_parameter")
-    kept = await _kept(service, response_id, _tenant(request))
-    return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
+    """An answer that was stored, as it is; its stream from any event on, if it had one in the background."""
+    tenant = _tenant(request)
+    kept = await _kept(service, response_id, tenant)
+    if not stream:
+        return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
+    store = service.response_store
+    assert store is not None
+    if await _asked(service, store.events(response_id, tenant, starting_after)) is None:
+        message = f"{shown(response_id)} has no stream to resume: only answers made with background and stream have."
+        raise ApiError(400, message, param="stream", code="invalid_value")
+    events = follow(service, response_id, tenant, starting_after)
+    return EventStream(events, Wanted(service.drain, lambda reason: None))
 
 
 @stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
 async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
     """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
-    store = service.response_store
-    if store is None or not await _asked(service, store.delete(response_id, _tenant(request))):
+    store, tenant = service.response_store, _tenant(request)
+    if not (await _kept(service, response_id, tenant)).ended:
+        await _cancelled(service, response_id, tenant)
+    if store is None or not await _asked(service, store.delete(response_id, tenant)):
         raise _unknown(service, response_id)
     return ResponseDeleted(id=response_id)
 
@@ -94,17 +107,17 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
     f"{_ENDPOINT}/{{response_id}}/cancel",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="End a streamed answer",
+    summary="End an answer that is not complete",
 )
 async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
-    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too."""
-    running = service.running_responses.get(response_id)
-    if running is not None and running.terms.tenant == _tenant(request):
-        return Response(to_json(running.cancel()), media_type="application/json")
-    cancelled = await service.commons.cancel(response_id, _tenant(request))
+    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too.
+    One that was made in the background and has ended is answered as it is."""
+    cancelled = await _cancelled(service, response_id, _tenant(request))
     if cancelled is not None:
         return Response(to_json(cancelled), media_type="application/json")
-    await _kept(service, response_id, _tenant(request))
+    kept = await _kept(service, response_id, _tenant(request))
+    if kept.background:
+        return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
     message = f"{shown(response_id)} cannot be cancelled: it has ended."
     raise ApiError(400, message, param="response_id", code="invalid_value")
 
@@ -142,6 +155,14 @@ async def list_input_items(
 
 def _tenant(request: Request) -> str | None:
     return getattr(request.state, "tenant", None)
+
+
+async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str, Any] | None:
+    """An answer that was being made, ended; None where there is none."""
+    running = service.running_responses.get(id_)
+    if running is not None and running.terms.tenant == tenant:
+        return running.cancel()
+    return await service.commons.cancel(id_, tenant)
 
 
 async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]:
