@@ -226,7 +226,7 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting, translate.listing, text_embeddings.facts):
+    for router in (responses.counting, responses.stored, messages.counting, translate.listing, text_embeddings.facts):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -257,8 +257,8 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
-        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-        "/tokenize", "/detokenize",
+        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+        "/v1/messages/count_tokens", "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 

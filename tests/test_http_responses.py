@@ -471,6 +471,27 @@ def test_the_deadline_fails_what_has_begun() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+def test_input_tokens_are_those_of_the_prompt() -> None:
+    """Whatever makes the prompt longer counts: instructions, tools, items."""
+    items = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": []}]
+    body: dict[str, Any] = {
+        "input": items,
+        "instructions": "Be brief.",
+        "tools": [TOOL],
+        "reasoning": {"effort": "low"},
+    }
+
+    async def count(api: Conversing) -> tuple[int, Any, Any]:
+        async with api.openai() as client:
+            counted = await client.responses.input_tokens.count(model="org/fake", **body)
+        answered = (await api.ask("POST", PATH, body)).json()
+        return counted.input_tokens, answered, await api.ask("POST", f"{PATH}/input_tokens", {"input": []})
+
+    counted, answered, refused = Conversing(saying("ok"), **PARSERS).run(count)
+    assert counted == answered["usage"]["input_tokens"] > 0
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 # ---------------------------------------------------------------- ending a stream
 
 

@@ -24,6 +24,19 @@ from server.context import Service
 from server.errors import ApiError
 
 
+async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
+    """The prompt of a chat request that is not answered.
+
+    Raises:
+        ApiError, InvalidRequestError: it cannot be rendered, or is far too long.
+    """
+    messages = read_messages(chat.messages)
+    rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
+    room = Room(service.client.info.max_model_len, "messages")
+    with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
+        return await service.render(messages, room, rendering)
+
+
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
     """Answers a chat request, whatever the endpoint's shape is.

@@ -343,6 +343,13 @@ class ResponseObject(BaseModel):
     prompt_cache_key: str | None
 
 
+class InputTokens(BaseModel):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseDeleted(BaseModel):
     """Answer of DELETE /v1/responses/{response_id}."""
 

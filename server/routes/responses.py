@@ -13,15 +13,19 @@ from pydantic_core import to_json
 
 from engine import parse_bytes
 from server.answering.background import follow
+from server.answering.conversation import render_chat
 from server.answering.endpoints import require
 from server.answering.public_names import public_names
 from server.answering.reading import Ignored
 from server.answering.response_input import Item, read_items
+from server.answering.response_tools import ResponseTools
 from server.answering.responses import NAMES, ResponseRun, read_chat
 from server.answering.streaming import EventStream, Wanted
 from server.api import examples
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.fields import ignored_header
 from server.api.reading import StrictJsonRoute
-from server.api.response_schemas import ItemList, ResponseDeleted, ResponseObject, ResponseRequest
+from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.response_store import HistoryError, Kept, StoreError
@@ -31,6 +35,7 @@ logger = logging.getLogger("octavo.server")
 T = TypeVar("T")
 
 router = APIRouter(route_class=StrictJsonRoute)
+counting = APIRouter(route_class=StrictJsonRoute)
 stored = APIRouter()
 
 _ENDPOINT = "/v1/responses"
@@ -50,17 +55,39 @@ async def create_response(
 ) -> Response:
     """Say what comes next in a conversation, at once or as a stream of typed events."""
     arrival = time.monotonic()
+    ignored: Ignored = set()
+    items, chat, tools = await _read(body, request, service, ignored)
+    with public_names(NAMES):
+        run = ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
+    return await run.respond(request)
+
+
+@counting.post(f"{_ENDPOINT}/input_tokens", responses=ERROR_RESPONSES, summary="Count the tokens of an input")
+async def count_input_tokens(
+    body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+) -> InputTokens:
+    """How many tokens the prompt has that /v1/responses makes of the same body."""
+    ignored: Ignored = set()
+    _, chat, _ = await _read(body, request, service, ignored)
+    response.headers.update(ignored_header(ignored))
+    with public_names(NAMES):
+        return InputTokens(input_tokens=len((await render_chat(service, chat)).token_ids))
+
+
+async def _read(
+    body: ResponseRequest, request: Request, service: Service, ignored: Ignored
+) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
+    """The items that a body brings, and the chat request with its tools that asks for the same."""
     service.check_model(body.model)
     require(service, _ENDPOINT)
-    ignored: Ignored = set()
     items = read_items(body.input, ignored)
     history: list[Item] = []
     if body.previous_response_id is not None:
         history = await _history(service, body.previous_response_id, _tenant(request))
-    chat, tools = read_chat(body, [*history, *items], ignored)
-    with public_names(NAMES):
-        run = ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
-    return await run.respond(request)
+    return items, *read_chat(body, [*history, *items], ignored)
 
 
 @stored.get(
