@@ -48,6 +48,7 @@ from server.routes import (
     classify,
     cohere,
     completions,
+    conversations,
     embeddings,
     entities,
     fill_mask,
@@ -226,7 +227,15 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.counting, responses.stored, messages.counting, translate.listing, text_embeddings.facts):
+    for router in (
+        responses.counting,
+        responses.stored,
+        conversations.router,
+        conversations.plain,
+        messages.counting,
+        translate.listing,
+        text_embeddings.facts,
+    ):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))

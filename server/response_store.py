@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine import ConfigError, parse_bytes
+from server import conversation_store
 from server.config.settings import ServerSettings
+from server.conversation_store import Conversations
 
 logger = logging.getLogger("octavo.server")
 
@@ -84,6 +86,15 @@ WITH RECURSIVE turns (depth, previous, size, input, output) AS (
     WHERE r.tenant = :tenant AND r.created > :oldest AND depth < :turns AND turns.size <= :most
 )
 SELECT previous, size, input, output FROM turns ORDER BY depth
+"""
+
+
+_OLDEST = """
+SELECT * FROM (
+    SELECT 'responses', number, created AS age FROM responses WHERE id != :but {whose} ORDER BY number LIMIT 1
+) UNION ALL SELECT * FROM (
+    SELECT 'conversations', number, used FROM conversations WHERE id != :but {whose} ORDER BY used LIMIT 1
+) ORDER BY age LIMIT 1
 """
 
 
@@ -151,13 +162,16 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 
 class ResponseStore:
-    """Answers by id, those of each tenant apart.
+    """Answers by id, those of each tenant apart; and conversations.
 
     Args:
         path: of the file; made if it is not there, for this user alone.
         max_age: seconds that an answer is kept.
         max_size: bytes of all answers together.
         clock: seconds since 1970.
+
+    Attributes:
+        conversations: what was said in them.
 
     Raises:
         ConfigError: the file cannot be opened, or something else made it.
@@ -174,6 +188,9 @@ class ResponseStore:
         self._presence = Presence(self._path)
         self._making: set[str] = set()  # answers that this process is making
         self._database = self._open()
+        self.conversations = Conversations(
+            self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
     # ---------------------------------------------------------------- what is asked of it
@@ -336,7 +353,7 @@ class ResponseStore:
             database.execute(f"PRAGMA {setting}")
         if not num_tables:
             made = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_VERSION};"
-            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} {made} COMMIT;")
+            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} {conversation_store.TABLES} {made} COMMIT;")
 
     def _close(self) -> None:
         self._thread.shutdown()
@@ -421,12 +438,16 @@ class ResponseStore:
             self._evict(database, but)
 
     def _evict(self, database: sqlite3.Connection, but: str) -> None:
-        """Delete the oldest answer of the tenant that has the most, or the oldest of all if that one has no other."""
+        """Delete the oldest answer or conversation: of the tenant that has the most, or of all if that one has no
+        other."""
         (tenant,) = database.execute("SELECT tenant FROM usage ORDER BY size DESC LIMIT 1").fetchone()
-        question = "DELETE FROM responses WHERE number = (SELECT number FROM responses WHERE id != :but {} LIMIT 1)"
         names = {"but": but, "tenant": tenant}
-        if not database.execute(question.format("AND tenant = :tenant ORDER BY number"), names).rowcount:
-            database.execute(question.format("ORDER BY number"), names)
+        for whose in ("AND tenant = :tenant", ""):
+            found = database.execute(_OLDEST.format(whose=whose), names).fetchone()
+            if found is not None:
+                database.execute(f"DELETE FROM {found[0]} WHERE number = ?", (found[1],))
+                return
+        raise StoreError(f"{but} is larger than the store ({self._max_size} bytes)")
 
     def _get(self, id_: str, tenant: str) -> Kept | None:
         def ask() -> Any:
@@ -514,10 +535,13 @@ class ResponseStore:
         ]
 
     def _purge(self, database: sqlite3.Connection) -> int:
-        return database.execute(
-            "DELETE FROM responses WHERE number IN (SELECT number FROM responses WHERE created <= ? LIMIT ?)",
-            (self._oldest, _PURGED_AT_ONCE),
-        ).rowcount
+        return max(
+            database.execute(
+                f"DELETE FROM {table} WHERE number IN (SELECT number FROM {table} WHERE {age} <= ? LIMIT ?)",
+                (self._oldest, _PURGED_AT_ONCE),
+            ).rowcount
+            for table, age in (("responses", "created"), ("conversations", "used"))
+        )
 
     def _purge_once(self) -> int:
         with self._transaction() as database:

@@ -9,16 +9,17 @@ from typing import Any
 
 from fastapi import Request, Response
 from pydantic import RootModel
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from server.answering.background import Background, follow
 from server.answering.blocks import Blocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
+from server.answering.keeping import asked, note_failure, store_of
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
 from server.answering.public_names import chat_request, public_name, public_names
-from server.answering.reading import Ignored, fail, read_text
+from server.answering.reading import MAX_ID, Ignored, fail, read_text
 from server.answering.response_events import ResponseEvents, completed
 from server.answering.response_input import Item, to_messages
 from server.answering.response_tools import ResponseTools, function_name, read_response_tools
@@ -28,7 +29,7 @@ from server.api.fields import refuse_unsupported
 from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
 from server.api.schemas import MAX_MESSAGES, ServedBody, Usage
 from server.api.structure import check_value
-from server.errors import ApiError, shown
+from server.errors import shown
 from server.response_store import StoreError
 
 # This endpoint's names of a chat request's fields.
@@ -43,7 +44,7 @@ NAMES = {
 }
 # Fields of other endpoints, which this one has by other names.
 _ELSEWHERE = {**NAMES, "functions": "tools", "function_call": "tool_choice", "stop_sequences": "stop"}
-_UNSUPPORTED = ("conversation", "prompt", "moderation", "n", "best_of", "use_beam_search")
+_UNSUPPORTED = ("prompt", "moderation", "n", "best_of", "use_beam_search")
 _LOGPROBS = "message.output_text.logprobs"
 # What else may be included is either part of the answer anyway, or of tools that there are not.
 _INCLUDABLE = (
@@ -192,6 +193,19 @@ def _ignored_fields(body: ResponseRequest) -> list[str]:
     return unknown + text + reasoning + ["truncation"] * (body.truncation == "auto")
 
 
+def conversation_id(given: Any) -> str:
+    """The id in the field `conversation`: a string, or an object that holds one.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    id_ = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(id_, str) or not 0 < len(id_) <= MAX_ID:
+        wanted = f"the id of a conversation, at most {MAX_ID} characters, or an object with it"
+        fail("conversation", f"conversation must be {wanted}, got {shown(given)}.")
+    return id_
+
+
 def _frame(
     body: ResponseRequest, tools: ResponseTools, *, id_: str, model: str, created: int, store: bool
 ) -> dict[str, Any]:
@@ -210,6 +224,7 @@ def _frame(
         "usage": None,
         "store": store,
         "previous_response_id": body.previous_response_id,
+        "conversation": None if body.conversation is None else {"id": conversation_id(body.conversation)},
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -246,9 +261,8 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it; while it streams it can be cancelled."""
-        if self.asked.background and self.service.response_store is None:
-            message = "background needs answers to be stored, and this server stores none: start it with"
-            fail("background", f"{message} --response-store, or stream the answer.", code="unsupported_parameter")
+        if self.asked.background:
+            store_of(self.service, "background")
         store = self.service.response_store is not None and self.asked.store is not False
         self.frame = _frame(
             self.asked,
@@ -276,10 +290,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
                 counts.end(key.tenant)
 
         self._made = self.service.background[self.request_id] = made
-        try:
-            await made.start(ended)
-        except StoreError as problem:
-            raise self._store_failed(problem) from problem
+        await asked(self.service, made.start(ended))
         if not self.asked.stream:
             return Response(to_json(self.frame), media_type="application/json", headers=headers)
         events = follow(self.service, self.request_id, self.terms.tenant, -1)
@@ -302,14 +313,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         try:
             await store.update(*ids, frame=frame, output=None if final is None else output, events=events, first=first)
         except StoreError as problem:
-            self._store_failed(problem)
-
-    def _store_failed(self, problem: StoreError) -> ApiError:
-        store = self.service.response_store
-        assert store is not None
-        store.complain(problem)
-        self.service.metrics.store_failed()
-        return ApiError(500, "The store of responses failed; the server's log says why.", code="internal_error")
+            note_failure(self.service, problem)
 
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None and self.called.enforced:
@@ -368,8 +372,20 @@ class ResponseRun(ConversationRun[ChatPiece]):
     def public_name(self, param: str | None) -> str | None:
         return public_name(param, NAMES)
 
+    async def _converse(self, final: Mapping[str, Any]) -> None:
+        """Add what was asked and answered to the conversation, if there is one, and it was answered."""
+        store, conversation = self.service.response_store, self.frame["conversation"]
+        if store is None or conversation is None or final["status"] not in ("completed", "incomplete"):
+            return
+        items = await self.made(lambda: from_json(to_json([*self.items, *final["output"]])))
+        try:
+            await asyncio.shield(store.conversations.add(conversation["id"], self.terms.tenant, items))
+        except StoreError as problem:
+            note_failure(self.service, problem)
+
     async def _kept(self, final: Mapping[str, Any]) -> bool:
         """Whether the answer is in the store, if it was to be; a store that fails takes no answer from its client."""
+        await self._converse(final)
         store = self.service.response_store
         if store is None or not self.frame["store"]:
             return not self.frame["store"]
@@ -388,7 +404,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
                 )
             )
         except StoreError as problem:
-            self._store_failed(problem)
+            note_failure(self.service, problem)
             return False
         return True
 

@@ -22,7 +22,7 @@ METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 ABOUT_PATHS = frozenset(
     {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
 )
-_KEPT_FOLDERS = ("/v1/responses/",)
+_KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
 

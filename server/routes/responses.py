@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from pydantic_core import to_json
@@ -15,24 +13,23 @@ from engine import parse_bytes
 from server.answering.background import follow
 from server.answering.conversation import render_chat
 from server.answering.endpoints import require
+from server.answering.keeping import asked, store_of, tenant_of
 from server.answering.public_names import public_names
-from server.answering.reading import Ignored
+from server.answering.reading import Ignored, fail
 from server.answering.response_input import Item, read_items
 from server.answering.response_tools import ResponseTools
-from server.answering.responses import NAMES, ResponseRun, read_chat
+from server.answering.responses import NAMES, ResponseRun, conversation_id, read_chat
 from server.answering.streaming import EventStream, Wanted
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
 from server.api.fields import ignored_header
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
+from server.api.schemas import MAX_MESSAGES
 from server.context import Service, ServiceDep
+from server.conversation_store import TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
-from server.response_store import HistoryError, Kept, StoreError
-
-logger = logging.getLogger("octavo.server")
-
-T = TypeVar("T")
+from server.response_store import HistoryError, Kept
 
 router = APIRouter(route_class=StrictJsonRoute)
 counting = APIRouter(route_class=StrictJsonRoute)
@@ -83,10 +80,14 @@ async def _read(
     """The items that a body brings, and the chat request with its tools that asks for the same."""
     service.check_model(body.model)
     require(service, _ENDPOINT)
-    items = read_items(body.input, ignored)
     history: list[Item] = []
     if body.previous_response_id is not None:
-        history = await _history(service, body.previous_response_id, _tenant(request))
+        if body.conversation is not None:
+            fail("conversation", "conversation cannot be sent with previous_response_id: each says what came before.")
+        history = await _history(service, body.previous_response_id, tenant_of(request))
+    elif body.conversation is not None:
+        history = await _conversation(service, conversation_id(body.conversation), tenant_of(request))
+    items = [] if body.input is None and history else read_items(body.input, ignored)
     return items, *read_chat(body, [*history, *items], ignored)
 
 
@@ -106,13 +107,13 @@ async def get_response(
     ] = -1,
 ) -> Response:
     """An answer that was stored, as it is; its stream from any event on, if it had one in the background."""
-    tenant = _tenant(request)
+    tenant = tenant_of(request)
     kept = await _kept(service, response_id, tenant)
     if not stream:
         return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
     store = service.response_store
     assert store is not None
-    if await _asked(service, store.events(response_id, tenant, starting_after)) is None:
+    if await asked(service, store.events(response_id, tenant, starting_after)) is None:
         message = f"{shown(response_id)} has no stream to resume: only answers made with background and stream have."
         raise ApiError(400, message, param="stream", code="invalid_value")
     events = follow(service, response_id, tenant, starting_after)
@@ -122,10 +123,10 @@ async def get_response(
 @stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
 async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
     """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
-    store, tenant = service.response_store, _tenant(request)
+    store, tenant = service.response_store, tenant_of(request)
     if not (await _kept(service, response_id, tenant)).ended:
         await _cancelled(service, response_id, tenant)
-    if store is None or not await _asked(service, store.delete(response_id, tenant)):
+    if store is None or not await asked(service, store.delete(response_id, tenant)):
         raise _unknown(service, response_id)
     return ResponseDeleted(id=response_id)
 
@@ -139,10 +140,10 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
 async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
     """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too.
     One that was made in the background and has ended is answered as it is."""
-    cancelled = await _cancelled(service, response_id, _tenant(request))
+    cancelled = await _cancelled(service, response_id, tenant_of(request))
     if cancelled is not None:
         return Response(to_json(cancelled), media_type="application/json")
-    kept = await _kept(service, response_id, _tenant(request))
+    kept = await _kept(service, response_id, tenant_of(request))
     if kept.background:
         return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
     message = f"{shown(response_id)} cannot be cancelled: it has ended."
@@ -161,7 +162,7 @@ async def list_input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
 ) -> ItemList:
     """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
-    kept = await _kept(service, response_id, _tenant(request))
+    kept = await _kept(service, response_id, tenant_of(request))
     items = await asyncio.to_thread(kept.items)
     if order == "desc":
         items.reverse()
@@ -171,17 +172,7 @@ async def list_input_items(
             message = f"after must be the id of one of the response's input items, got {shown(after)}."
             raise ApiError(400, message, param="after", code="invalid_value")
         items = items[places[0] + 1 :]
-    page = items[:limit]
-    return ItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > limit,
-    )
-
-
-def _tenant(request: Request) -> str | None:
-    return getattr(request.state, "tenant", None)
+    return ItemList.of(items[:limit], more=len(items) > limit)
 
 
 async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str, Any] | None:
@@ -193,16 +184,11 @@ async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str
 
 
 async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]:
-    store, name = service.response_store, "previous_response_id"
-    if store is None:
-        message = (
-            f"{name} needs answers to be stored, and this server stores none: send the whole conversation as input, or "
-            "start it with --response-store."
-        )
-        raise ApiError(400, message, param=name, code="unsupported_parameter")
+    name = "previous_response_id"
+    store = store_of(service, name)
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:
-        return await _asked(service, store.history(id_, tenant, most))
+        return await asked(service, store.history(id_, tenant, most))
     except HistoryError as problem:
         message = f"{name} {shown(id_)} cannot be gone on from: {problem}."
         if problem.missing is None:
@@ -211,27 +197,26 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
         raise ApiError(400, message, param=name, code="previous_response_not_found") from None
 
 
+async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
+    """What a stored conversation holds."""
+    conversations = store_of(service, "conversation").conversations
+    most = parse_bytes(service.settings.max_body_size, "max_body_size")
+    try:
+        items = await asked(service, conversations.history(id_, tenant, MAX_MESSAGES, most))
+    except TooLargeError as problem:
+        message = f"conversation {shown(id_)} cannot be gone on with: {problem}. Delete items, or begin another."
+        fail("conversation", message, code="context_length_exceeded")
+    if items is None:
+        raise ApiError(404, f"There is no conversation {shown(id_)}.", param="conversation", code="not_found")
+    return items
+
+
 async def _kept(service: Service, id_: str, tenant: str | None) -> Kept:
     store = service.response_store
-    kept = None if store is None else await _asked(service, store.get(id_, tenant))
+    kept = None if store is None else await asked(service, store.get(id_, tenant))
     if kept is None:
         raise _unknown(service, id_)
     return kept
-
-
-async def _asked(service: Service, answer: Awaitable[T]) -> T:
-    """What the store says.
-
-    Raises:
-        ApiError: 500, it failed.
-    """
-    try:
-        return await answer
-    except StoreError as problem:
-        service.metrics.store_failed()
-        logger.error("The store of responses failed: %s", problem)
-        message = "The store of responses failed; the server's log says why."
-        raise ApiError(500, message, code="internal_error") from problem
 
 
 def _unknown(service: Service, id_: str) -> ApiError:
