@@ -259,7 +259,8 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
     )
     if settings.tool_prompt == "auto" and settings.tool_call_parser != NONE and templates and "tools" not in templates:
         formats = prompted(formats)
-    return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id, encode)
 
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:

@@ -42,7 +42,7 @@ MARKS = (
 )  # fmt: skip
 SPECIAL = {257 + index: mark for index, mark in enumerate(MARKS)}
 # Arguments are one JSON object in these.
-WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] and "pair" not in file.said["writes"])
+WRITTEN = sorted(file.name for file in _files(CALLS) if not {"pair", "quote"} & file.said["writes"].keys())
 
 
 class Vocabulary:

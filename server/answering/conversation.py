@@ -89,6 +89,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         if self.parsing is not None:
             self.shown_special = self.parsing.shown_special
         self.shape = await enforce(self.service, self.shape, self.tools, self.parsing)
+        self._limit_reasoning()
         params = self.shape.params
         if params.max_tokens is None:
             limit = chat_max_tokens(params, self.service.client.info, len(prompt.token_ids))
@@ -97,6 +98,14 @@ class ConversationRun(Run[ChatPiece, Choice]):
                 limit = min(limit, size.most_tokens(self.service.settings))
             self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
         return [prompt]
+
+    def _limit_reasoning(self) -> None:
+        asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params
+        if asked is None:  # what the server asks for is no client's mistake
+            asked = -1 if (params.num_beams or 1) > 1 else self.service.settings.reasoning_budget
+        if asked >= 0 and self.parsing is not None and answers.limits_reasoning:
+            budget = answers.budget(asked, self.parsing)
+            self.shape = replace(self.shape, params=replace(params, reasoning_budget=budget))
 
     def maker(self, prompts: list[Prompt]) -> ChatPieces:
         # As in vLLM: without an answer that is opened, the last message is what goes on.
@@ -110,7 +119,11 @@ class ConversationRun(Run[ChatPiece, Choice]):
         )
 
     def ignored_fields(self) -> list[str]:
-        return [*self.body.ignored_fields(), *self.ignored, *(self.tools.ignored if self.tools is not None else ())]
+        tools = self.tools.ignored if self.tools is not None else ()
+        budget = self.body.reasoning_budget
+        unlimited = budget is not None and budget >= 0 and not self.service.answers.limits_reasoning
+        names = [self.public_name("reasoning_budget") or ""] if unlimited else []
+        return [*self.body.ignored_fields(), *self.ignored, *tools, *names]
 
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:

@@ -35,6 +35,7 @@ NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "reasoning_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice",
     "tools.parameters": "input_schema",
 }
@@ -113,7 +114,7 @@ def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
     """Names of fields that might have been meant to change the answer, and do not."""
     given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
     unknown = [name for name in given if name not in _HARMLESS]
-    thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display")]
+    thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display", "budget_tokens")]
     config = [f"output_config.{name}" for name in body.output_config or () if name not in ("effort", "format")]
     return unknown + thinking + config
 
@@ -145,6 +146,8 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
             wanted = "enabled, adaptive or disabled"
             fail("thinking.type", f"thinking.type must be {wanted}, got {shown(kind)}.")
         variables.setdefault("enable_thinking", _THINKING[kind])
+        if _THINKING[kind] and body.thinking.get("budget_tokens") is not None:
+            fields["reasoning_budget"] = body.thinking["budget_tokens"]
     if variables:
         fields["chat_template_kwargs"] = variables
     choice = _read_choice(body.tool_choice)

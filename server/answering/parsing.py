@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine import ReasoningBudget
 from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
 from server.answering.formats import CallFormat, Formats, ReasoningFormat
 from server.answering.parts import Call, Part, Reasoning, Text
@@ -22,6 +23,8 @@ _CALLS = "calls_"  # how regions of calls are named, their numbers behind
 _SPACE = " \t\r\n"
 # Fed behind the answer's end: no mark holds it, so that whatever might have been the beginning of one is settled.
 _END = "\0"
+# What ends reasoning that may not go on.
+_LAST_WORDS = "\n\nThat is enough thinking; I answer now.\n"
 _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 
@@ -53,6 +56,7 @@ class AnswerReader:
         formats: how it writes calls and reasoning.
         special: how texts write its special tokens, by their ids.
         token_id: the id of a token by its text; None where there is none.
+        encode: text to ids, without special tokens around them.
     """
 
     def __init__(
@@ -60,14 +64,38 @@ class AnswerReader:
         formats: Formats,
         special: Mapping[int, str] | None = None,
         token_id: Callable[[str], int | None] = lambda text: None,
+        encode: Callable[[str], list[int]] = lambda text: [],
     ):
         self.formats = formats
         self.special = special or {}
         self._reasoning_end = None if formats.reasoning is None else token_id(formats.reasoning.close)
+        self._opening: tuple[int, ...] = ()
+        self._last_words: tuple[int, ...] = ()
+        if formats.reasoning is not None and self._reasoning_end is not None:
+            mark = formats.reasoning.open.strip()
+            found = token_id(mark)
+            self._opening = tuple(encode(mark)) if found is None else (found,)
+            self._last_words = tuple(encode(_LAST_WORDS))
         self._templates: dict[bool, Any] = {}
         if formats.calls is not None or formats.reasoning is not None:
             _library()  # no request waits for the import
         self._shown = {calls: self._marks(calls) for calls in (False, True)}
+
+    @property
+    def limits_reasoning(self) -> bool:
+        """The model's reasoning ends with a token, which can be asked for."""
+        return bool(self._opening)
+
+    def budget(self, tokens: int, parsing: Parsing) -> ReasoningBudget:
+        """A limit on the reasoning of answers that are read like this."""
+        assert self._reasoning_end is not None
+        return ReasoningBudget(
+            tokens=tokens,
+            open=self._opening,
+            close=self._reasoning_end,
+            last_words=self._last_words,
+            begun=parsing.begins_in_reasoning,
+        )
 
     def _marks(self, calls: bool) -> frozenset[int]:
         """The special tokens among the marks that tell parts from each other, those of calls included or not."""

@@ -55,7 +55,7 @@ _INCLUDABLE = (
 # There are no summaries: reasoning comes as it is, whatever is asked for.
 _SUMMARIES = (None, "auto", "concise", "detailed")
 _FORMATS = ("text", "json_object", "json_schema")
-_TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS)
+_TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
 
 
 def read_chat(

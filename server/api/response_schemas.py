@@ -12,7 +12,7 @@ from server.api.base import Body
 from server.api.chat_schemas import ChatTokenLogprob
 from server.api.fields import Name, at_most, sampling_fields
 from server.api.schemas import MAX_MESSAGES, ServedBody
-from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
+from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES, ReasoningBudget
 
 MAX_ADDED = 20  # items of a conversation in one request, as at OpenAI
 MAX_METADATA = 16  # pairs, as at OpenAI
@@ -207,6 +207,7 @@ class ResponseRequest(OneAnswerBody):
     reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
         None, description="`effort`: for the model's template."
     )
+    reasoning_budget: ReasoningBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
         None, description="Variables for the model's template, such as enable_thinking."
     )
