@@ -147,7 +147,7 @@ def test_blocks_are_messages() -> None:
     assert answer.status_code == 200, answer.text
     assert api.prompts == [
         "tool:weather;system:Be kind.;user:a\nb;"
-        'assistant:<think>hm</think>c\ne[t1 weather {"city": "Oslo"}][t2 weather {}];'
+        'assistant:<think>hm</think>c[t1 weather {"city": "Oslo"}][t2 weather {}];assistant:e;'
         "tool:cold(t1);tool:warm(t2);user:d\n;assistant:"
     ]
     assert answer.headers["x-octavo-ignored-fields"] == "messages.is_error"

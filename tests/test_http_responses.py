@@ -324,6 +324,17 @@ def test_a_custom_tool_takes_text(written: str) -> None:
     assert without_ids(events[-1][1]["response"]["output"]) == without_ids([call])
 
 
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "gemma4"])
+def test_a_format_that_cannot_be_enforced_is_named(parser: str) -> None:
+    format_ = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    tools = [{"type": "custom", "name": "letters", "format": format_}]
+    api = Conversing(saying("ok"), tool_call_parser=parser)
+    answer = api.post(PATH, {"input": "hi", "tools": tools})
+    assert answer.status_code == 200, answer.text
+    named = None if parser == "hermes" else "tools.letters.format"
+    assert answer.headers.get("x-octavo-ignored-fields") == named
+
+
 def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
     for mode in ("auto", "required"):
         api = Conversing(saying(CALL), **PARSERS)

@@ -243,7 +243,11 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         placed = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
         if role == "user":
             placed.sort(key=lambda one: not _is_result(one[0]))  # templates want a result right behind its call
-        for block, place in placed:
+        last_call = max((at for at, (block, _) in enumerate(placed) if _is_call(block)), default=None)
+        for at, (block, place) in enumerate(placed):
+            if role == "assistant" and last_call is not None and at > last_call and _is_text(block):
+                messages.append({"role": role})  # what is said behind the last call is a message of its own
+                last_call = None
             _add(messages, role, block, place, ignored)
     if not messages:
         fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
@@ -260,11 +264,18 @@ def _is_result(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
+def _is_call(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in _CALLS
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "text"
+
+
 def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
     """Take a block in.
 
-    The assistant's text behind a call moves before it: some templates want nothing between a call and its result. Texts
-    are lists here, and are joined once, at the end.
+    Texts are lists here, and are joined once, at the end.
     """
     kind: Any = block.get("type") if isinstance(block, dict) else None
     said = isinstance(kind, str) and role == "assistant"

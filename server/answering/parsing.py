@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import ReasoningBudget
+from server.answering.argument_values import typed
 from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
 from server.answering.formats import CallFormat, Formats, ReasoningFormat
 from server.answering.parts import Call, Part, Reasoning, Text
@@ -39,6 +40,7 @@ class Parsing:
         shown_special: special tokens without whose text the answer cannot be read.
         begins_in_reasoning: the prompt has opened it.
         reasoning_ends_with: the token that ends it, where that is one; its tokens can be counted then.
+        typed: the functions with the types of their arguments, where a call is read when it is complete.
     """
 
     formats: Formats
@@ -47,6 +49,7 @@ class Parsing:
     shown_special: frozenset[int]
     begins_in_reasoning: bool
     reasoning_ends_with: int | None = None
+    typed: list[dict[str, Any]] | None = None
 
 
 class AnswerReader:
@@ -130,7 +133,15 @@ class AnswerReader:
             shown_special=self._shown[calls is not None],
             begins_in_reasoning=reasoning is not None and _begins_in(reasoning, prompt, final),
             reasoning_ends_with=self._reasoning_end,
+            typed=_typed(tools) if tools is not None and calls is not None and calls.field is not None else None,
         )
+
+
+def _typed(tools: Tools) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {"name": one.name, "parameters": typed(one.parameters)}}
+        for one in tools.functions
+    ]
 
 
 def _library() -> Any:
@@ -274,9 +285,10 @@ class AnswerParser:
         """A region that is read when it has closed."""
         text = value["opening"] + value["content"]
         cut, text = text.endswith(_END), text.removesuffix(_END)
-        calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.tools)
+        text = text if cut else text + region.get("close", "")
+        calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.typed)
         if not calls:
-            yield Text(text if cut else text + region.get("close", ""))
+            yield Text(text)
         for name, arguments in calls:
             call = self._calls.begin(name)
             yield from call.told()
@@ -315,14 +327,18 @@ class AnswerParser:
 
 
 def _read_whole(
-    format: CallFormat, region: Mapping[str, Any], text: str, tools: Tools | None
+    format: CallFormat, region: Mapping[str, Any], text: str, tools: list[dict[str, Any]] | None
 ) -> Sequence[tuple[str, str]]:
-    """Names and arguments of the calls in a region; none if it cannot be read."""
+    """Names and arguments of the calls in a region; none if it cannot be read.
+
+    Args:
+        tools: the types of arguments.
+    """
     assert format.field is not None
     transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}
     try:
-        read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools and tools.shown)
+        read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools)
         calls = [call["function"] for call in read["tool_calls"]]
         return [(str(call["name"]), _as_text(call["arguments"])) for call in calls]
     except Exception:  # a model may have written anything, and a checkpoint may bring the patterns

@@ -315,6 +315,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
         except StoreError as problem:
             note_failure(self.service, problem)
 
+    def ignored_fields(self) -> list[str]:
+        calls = self.service.answers.formats.calls
+        held = calls is not None and calls.writing is not None and calls.writing.as_json
+        formats = () if held else (f"tools.{name}.format" for name in self.called.enforced)
+        return [*ConversationRun.ignored_fields(self), *formats]
+
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None and self.called.enforced:
             self.tools = self.tools.enforcing(self.called.enforced)
