@@ -29,6 +29,7 @@ class Background:
     Args:
         service: that makes it.
         events: the answer as items of some events each; the first one once the engine has accepted it.
+        streamed: clients may follow the events; else only their number counts.
         keep: writes to the store the events from that number on. It is called first when the engine has accepted the
             request, and last when the answer has ended.
         failing: makes the last events of a problem.
@@ -43,6 +44,7 @@ class Background:
         self,
         service: Service,
         events: AsyncGenerator[str, None],
+        streamed: bool,
         keep: Callable[[int], Coroutine[Any, Any, None]],
         failing: Callable[[ApiError], str],
         interrupted: Callable[[str], None],
@@ -51,6 +53,7 @@ class Background:
         self.done = False
         self._service = service
         self._source = events
+        self._streamed = streamed
         self._keep = keep
         self._failing = failing
         self._interrupted = interrupted
@@ -104,7 +107,8 @@ class Background:
                     wrote = time.monotonic()
 
     def _take(self, item: str) -> None:
-        self.events += [f"{event}\n\n" for event in item.split("\n\n")[:-1] if not event.startswith(":")]
+        events = [event for event in item.split("\n\n")[:-1] if not event.startswith(":")]
+        self.events += [f"{event}\n\n" if self._streamed else "" for event in events]
         self._tell()
 
     def _tell(self) -> None:

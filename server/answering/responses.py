@@ -280,7 +280,10 @@ class ResponseRun(ConversationRun[ChatPiece]):
         """The answer as it is at its beginning, or its stream; it goes on without the client."""
         key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
         headers, ticket = await self.begin(request)
-        made = Background(self.service, self.events_of(ticket), self._keep_news, self.failing, self.interrupted)
+        streamed = bool(self.asked.stream)
+        made = Background(
+            self.service, self.events_of(ticket), streamed, self._keep_news, self.failing, self.interrupted
+        )
         if key is not None:  # until the answer has ended, and not only this request
             await counts.begin(key.tenant, None, None)
 
