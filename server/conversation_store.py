@@ -61,7 +61,7 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What there is to know of one besides its items."""
+    """A conversation without its items."""
 
     id: str
     created: int

@@ -171,7 +171,7 @@ class ResponseStore:
         clock: seconds since 1970.
 
     Attributes:
-        conversations: what was said in them.
+        conversations: those of /v1/conversations, in the same file.
 
     Raises:
         ConfigError: the file cannot be opened, or something else made it.

@@ -123,7 +123,8 @@ class Background:
 
 async def _nothing() -> Message:
     """No client is there to leave."""
-    return await asyncio.get_running_loop().create_future()
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
 
 
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:

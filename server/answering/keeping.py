@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def tenant_of(request: Request) -> str | None:
-    """Whose the request is; None where there are no keys."""
+    """The tenant of a request; None without keys."""
     return getattr(request.state, "tenant", None)
 
 
@@ -32,7 +32,7 @@ def store_of(service: Service, name: str) -> ResponseStore:
 
 
 async def asked(service: Service, answer: Awaitable[T]) -> T:
-    """What the store says.
+    """The store's answer.
 
     Raises:
         ApiError: 500, it failed.

@@ -257,6 +257,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
     frame: dict[str, Any] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _cancelled: bool = False
+    _kept_status: str = "queued"  # in the store
     _made: Background | None = None  # where the answer does not depend on its client
 
     async def respond(self, request: Request) -> Response:
@@ -312,9 +313,16 @@ class ResponseRun(ConversationRun[ChatPiece]):
             await store.begin(*ids, previous=previous, frame=frame, input=given, events=events)
             return
         final = self._stream.final if isinstance(self._stream, ResponseEvents) else None
-        frame, output = await self.made(lambda: _parts(self.frame if final is None else final))
+        news: dict[str, Any] = {"events": events, "first": first}
+        if final is not None:
+            news["frame"], news["output"] = await self.made(lambda: _parts(final))
+        elif self.frame["status"] != self._kept_status:
+            news["frame"], _ = _parts(self.frame)
+        elif not events:
+            return
+        self._kept_status = self.frame["status"]
         try:
-            await store.update(*ids, frame=frame, output=None if final is None else output, events=events, first=first)
+            await store.update(*ids, **news)
         except StoreError as problem:
             note_failure(self.service, problem)
 

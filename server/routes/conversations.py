@@ -1,4 +1,4 @@
-"""/v1/conversations: what was said in a conversation, kept at the server."""
+"""/v1/conversations: conversations that the server keeps."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def update_conversation(
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
     conversations = store_of(service, "conversations").conversations
-    changed = conversations.update(conversation_id, tenant_of(request), body.metadata or {})
-    return _shown(await asked(service, changed) or _missing(conversation_id))
+    changed = await asked(service, conversations.update(conversation_id, tenant_of(request), body.metadata or {}))
+    return _shown(changed or _missing(conversation_id))
 
 
 @plain.delete(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Delete a conversation")
@@ -79,7 +79,7 @@ async def list_items(
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
     order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
 ) -> ItemList:
-    """List what was said, the last item first by default."""
+    """List the items, the last one first by default."""
     conversations, tenant = store_of(service, "conversations").conversations, tenant_of(request)
     try:
         page = await asked(

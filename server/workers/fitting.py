@@ -141,7 +141,7 @@ def _as_text(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
 
 
 def _calls_last(messages: Messages) -> Messages:
-    """Texts between a call and its result, before the call."""
+    """Move text between a call and its result before the call."""
     made: Messages = []
     for place, message in enumerate(messages):
         called = made[-1] if made and made[-1].get("tool_calls") and made[-1]["role"] == "assistant" else None
