@@ -15,7 +15,7 @@ from fake_client import say
 from support.conversing import Conversing, file_in, read_events, saying
 
 from server.answering import background
-from server.response_store import ResponseStore
+from server.response_store import ResponseStore, StoreError
 
 PATH = "/v1/responses"
 LATER: dict[str, Any] = {"input": "hi", "background": True}
@@ -253,6 +253,32 @@ def test_a_disk_that_is_full_at_the_end_fails_it(tmp_path: Path) -> None:
         assert api.service.admission.num_prompts == 0
 
     held.api.run(work)
+
+
+def test_events_that_could_not_be_written_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_WRITE_INTERVAL", 0.0)
+    held = Held(tmp_path)
+    failures = ["full", "full"]
+
+    async def work(api: Conversing) -> None:
+        store = api.service.response_store
+        assert store is not None
+        update = store.update
+
+        async def failing(*ids: Any, **news: Any) -> bool:
+            if failures:
+                raise StoreError(failures.pop())
+            return await update(*ids, **news)
+
+        monkeypatch.setattr(store, "update", failing)
+        held.gate.set()
+        whole = (await api.ask("POST", PATH, {**LATER, "stream": True})).text
+        await idle(api)
+        id_ = read_events(whole)[0][1]["response"]["id"]
+        assert (await api.ask("GET", f"{PATH}/{id_}?stream=true")).text == whole
+
+    held.api.run(work)
+    assert not failures
 
 
 def test_it_counts_among_its_key_s_requests_until_it_ends(tmp_path: Path) -> None:

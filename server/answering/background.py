@@ -30,8 +30,8 @@ class Background:
         service: that makes it.
         events: the answer as items of some events each; the first one once the engine has accepted it.
         streamed: clients may follow the events; else only their number counts.
-        keep: writes to the store the events from that number on. It is called first when the engine has accepted the
-            request, and last when the answer has ended.
+        keep: writes to the store the events from that number on, and returns whether it could. It is called first when
+            the engine has accepted the request, and last when the answer has ended.
         failing: makes the last events of a problem.
         interrupted: told why, if the answer was given up.
 
@@ -45,7 +45,7 @@ class Background:
         service: Service,
         events: AsyncGenerator[str, None],
         streamed: bool,
-        keep: Callable[[int], Coroutine[Any, Any, None]],
+        keep: Callable[[int], Coroutine[Any, Any, bool]],
         failing: Callable[[ApiError], str],
         interrupted: Callable[[str], None],
     ):
@@ -116,9 +116,9 @@ class Background:
         self._changed = asyncio.Event()
 
     async def _write(self) -> None:
-        written, self._written = self._written, len(self.events)
-        if written < self._written:
-            await self._keep(written)
+        count = len(self.events)
+        if self._written < count and await self._keep(self._written):
+            self._written = count
 
 
 async def _nothing() -> Message:

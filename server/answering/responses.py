@@ -300,8 +300,9 @@ class ResponseRun(ConversationRun[ChatPiece]):
         events = follow(self.service, self.request_id, self.terms.tenant, -1)
         return EventStream(events, Wanted(self.service.drain, lambda reason: None), headers)
 
-    async def _keep_news(self, first: int) -> None:
-        """Write to the store what there is of the answer, and its events from this number on."""
+    async def _keep_news(self, first: int) -> bool:
+        """Write to the store what there is of the answer, and its events from this number on; whether that was
+        possible."""
         store, made = self.service.response_store, self._made
         assert store is not None
         assert made is not None
@@ -311,7 +312,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             frame, given = to_json(self.frame).decode(), to_json(self.items).decode()
             previous = self.asked.previous_response_id
             await store.begin(*ids, previous=previous, frame=frame, input=given, events=events)
-            return
+            return True
         final = self._stream.final if isinstance(self._stream, ResponseEvents) else None
         news: dict[str, Any] = {"events": events, "first": first}
         if final is not None:
@@ -319,12 +320,15 @@ class ResponseRun(ConversationRun[ChatPiece]):
         elif self.frame["status"] != self._kept_status:
             news["frame"], _ = _parts(self.frame)
         elif not events:
-            return
-        self._kept_status = self.frame["status"]
+            return True
+        status = self.frame["status"]
         try:
             await store.update(*ids, **news)
         except StoreError as problem:
             note_failure(self.service, problem)
+            return False
+        self._kept_status = status
+        return True
 
     def ignored_fields(self) -> list[str]:
         calls = self.service.answers.formats.calls
