@@ -86,6 +86,7 @@ class Conversations:
         now: seconds since 1970.
         oldest: those that were last used before that are too old.
         make_room: ends a change: others go if there is no room. It is given the id of what stays.
+        overwrite: called after a deletion, so that nothing is left of the text.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Conversations:
         now: Callable[[], float],
         oldest: Callable[[], float],
         make_room: Callable[[sqlite3.Connection, str], None],
+        overwrite: Callable[[], None],
     ):
         self._database = database
         self._run = run
@@ -103,6 +105,7 @@ class Conversations:
         self._now = now
         self._oldest = oldest
         self._make_room = make_room
+        self._overwrite = overwrite
 
     async def create(self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
         """A new one."""
@@ -211,12 +214,16 @@ class Conversations:
                 (text, self._now(), growth, row[0]),
             )
             self._make_room(database, id_)
+        self._overwrite()
         return Conversation(id_, int(row[1]), metadata)
 
     def _delete(self, id_: str, tenant: str) -> bool:
         with self._transaction() as database:
             question = "DELETE FROM conversations WHERE id = ? AND tenant = ? AND used > ?"
-            return bool(database.execute(question, (id_, tenant, self._oldest())).rowcount)
+            found = bool(database.execute(question, (id_, tenant, self._oldest())).rowcount)
+        if found:
+            self._overwrite()
+        return found
 
     def _add(self, id_: str, tenant: str, items: Sequence[Item], most: int | None) -> list[Item] | None:
         with self._transaction() as database:
@@ -280,6 +287,7 @@ class Conversations:
             question = "DELETE FROM items WHERE conversation = ? AND id = ?"
             if not database.execute(question, (row[0], item)).rowcount:
                 return None
+        self._overwrite()
         return Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
 
     def _history(self, id_: str, tenant: str, most: int, max_size: int) -> list[Item] | None:

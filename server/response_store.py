@@ -187,9 +187,10 @@ class ResponseStore:
         self._logged = float("-inf")
         self._presence = Presence(self._path)
         self._making: set[str] = set()  # answers that this process is making
+        self._has_remains = True  # text that was deleted may be in the write-ahead log, or in pages behind it
         self._database = self._open()
         self.conversations = Conversations(
-            self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room
+            self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room, self._overwrite
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
@@ -379,7 +380,7 @@ class ResponseStore:
     def _put(self, id_: str, tenant: str, previous: str | None, kept: Kept) -> None:
         with self._transaction() as database:
             self._insert(database, id_, tenant, previous, kept, owner=None)
-            self._purge(database)
+            self._has_remains |= self._purge(database) > 0
             self._make_room(database, id_)
 
     def _begin(self, id_: str, tenant: str, previous: str | None, kept: Kept, events: Sequence[str]) -> None:
@@ -436,6 +437,7 @@ class ResponseStore:
     def _make_room(self, database: sqlite3.Connection, but: str) -> None:
         while database.execute("SELECT total(size) FROM usage").fetchone()[0] > self._max_size:
             self._evict(database, but)
+            self._has_remains = True
 
     def _evict(self, database: sqlite3.Connection, but: str) -> None:
         """Delete the oldest answer or conversation: of the tenant that has the most, or of all if that one has no
@@ -510,7 +512,17 @@ class ResponseStore:
             deleted = database.execute(
                 "DELETE FROM responses WHERE id = ? AND tenant = ? AND created > ?", (id_, tenant, self._oldest)
             )
-            return bool(deleted.rowcount)
+            found = bool(deleted.rowcount)
+        if found:
+            self._overwrite()
+        return found
+
+    def _overwrite(self) -> None:
+        """Carry the log over into the file and empty it: both hold deleted text until then. Where another process is
+        in the way for long, the next purge tries again."""
+        self._has_remains = True
+        busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self._has_remains = bool(busy)
 
     def _history(self, id_: str, tenant: str, max_size: int) -> list[dict[str, Any]]:
         asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
@@ -545,7 +557,11 @@ class ResponseStore:
 
     def _purge_once(self) -> int:
         with self._transaction() as database:
-            return self._purge(database)
+            count = self._purge(database)
+        self._has_remains |= count > 0
+        if self._has_remains and count < _PURGED_AT_ONCE:
+            self._overwrite()
+        return count
 
     async def _purge_all(self) -> None:
         while True:

@@ -110,6 +110,7 @@ def test_deleted_texts_are_overwritten(tmp_path: Path) -> None:
         store = api.service.response_store
         assert store is not None
         assert store._database.execute("SELECT count(*) FROM items").fetchone() == (0,)
+        assert not any(b"secret-" in path.read_bytes() for path in tmp_path.iterdir())  # nor in the write-ahead log
 
     app(tmp_path).run(work)
     assert b"secret-" not in Path(file_in(tmp_path)).read_bytes()
