@@ -362,19 +362,18 @@ def check_background(service: Service) -> None:
             httpx.Client(timeout=PATIENCE) as client,
             client.stream("POST", where, json={**body, "stream": True}) as made,
         ):
-            line = next(line for line in made.iter_lines() if line.startswith("data: "))
+            maker, lines = server_of(service, made), made.iter_lines()
+            line = next(line for line in lines if line.startswith("data: "))
             id_ = json.loads(line.removeprefix("data: "))["response"]["id"]
-            maker = server_of(service, made)
         # The client has left.
         with httpx.Client(timeout=PATIENCE) as client:
-            resumed = client.get(f"{where}/{id_}?stream=true&starting_after=1")
-            data = [
-                json.loads(line.removeprefix("data: ")) for line in resumed.text.splitlines() if line[:5] == "data:"
-            ]
+            with client.stream("GET", f"{where}/{id_}?stream=true&starting_after=1") as resumed:
+                followed.add(server_of(service, resumed) == maker)
+                texts = [line for line in resumed.iter_lines() if line.startswith("data: ")]
+            data = [json.loads(text.removeprefix("data: ")) for text in texts]
             assert [event["sequence_number"] for event in data] == list(range(2, 2 + len(data)))
             assert data[-1]["type"] == "response.incomplete"
             assert data[-1]["response"] == client.get(f"{where}/{id_}").json()
-            followed.add(server_of(service, resumed) == maker)
     id_ = httpx.post(where, json={**body, "max_output_tokens": 400}, timeout=PATIENCE).json()["id"]
     assert httpx.delete(f"{where}/{id_}", timeout=PATIENCE).json()["deleted"] is True
     assert httpx.get(f"{where}/{id_}", timeout=PATIENCE).status_code == 404
