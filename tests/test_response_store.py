@@ -568,6 +568,11 @@ def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None
             options: Any = {"model": "octavo-demo", "previous_response_id": made.id, "temperature": 0}
             with client.responses.stream(input="What is an octavo?", **options) as stream:
                 second = stream.get_final_response()
+            kept_on: Any = {"max_output_tokens": 480, "extra_body": {"ignore_eos": True}}
+            making = client.responses.create(
+                model="octavo-demo", input="A story", background=True, stream=True, **kept_on
+            )
+            begun: Any = next(iter(making))
     finally:
         first_service.process.kill()
         first_service.process.wait(PATIENCE)
@@ -575,6 +580,10 @@ def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None
     try:
         with client_of(again) as client:
             assert client.responses.retrieve(made.id).output_text == made.output_text
+            broken = client.responses.retrieve(begun.response.id)
+            assert broken.status == "failed"
+            assert broken.error is not None
+            assert "The server stopped" in broken.error.message
             repeated = client.responses.create(input="What is an octavo?", **options)
             assert repeated.output_text == second.output_text
             assert client.responses.retrieve(second.id).previous_response_id == made.id
