@@ -49,9 +49,11 @@ from server.routes import (
     cohere,
     completions,
     conversations,
+    decisions,
     embeddings,
     entities,
     fill_mask,
+    generate,
     live,
     messages,
     models,
@@ -211,6 +213,8 @@ def create_app(
         chat,
         responses,
         messages,
+        decisions,
+        generate,
         embeddings,
         cohere,
         text_embeddings,
@@ -233,6 +237,7 @@ def create_app(
         conversations.router,
         conversations.plain,
         messages.counting,
+        generate.rendering,
         translate.listing,
         text_embeddings.facts,
     ):
@@ -268,7 +273,10 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
-        "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/decisions", "/v1/systemone",
+        "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
+        "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
@@ -281,6 +289,8 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (chat, commons.generating),
         (responses, commons.generating),
         (messages, commons.generating),
+        (decisions, commons.generating),
+        (generate, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

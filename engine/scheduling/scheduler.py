@@ -288,12 +288,34 @@ class Scheduler:
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
         """Give what is left to sequences with several tokens to compute, and to waiting requests."""
         step.begin_prompts()
+        if chunked and not chunked[0].unchunked:
+            self._plan_short(step, chunked[0], chunked[1:])
         for group in chunked:
+            if group in step.rows:
+                continue
             if group.status is Status.RUNNING and step.is_open:
                 self._plan_group(step, group, group.work())
         if not (step.preempted or self._drains):
             self._admit(step)
             self._waiting.lacks_room = (head := self._waiting.first()) is not None and not self._can_admit(step, head)
+
+    def _plan_short(self, step: Step, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
+        """Give up to half of what is left to prompts that have at most half as much to compute as the oldest one, so
+        that a short turn of a conversation does not wait for a long prompt."""
+        most, priority = oldest.num_missing // 2, oldest.key[0]
+        with step.half():
+            for group in others:
+                is_short = not group.unchunked and group.key[0] == priority and group.num_missing <= most
+                if is_short and group.status is Status.RUNNING and step.is_open:
+                    self._plan_group(step, group, group.work())
+            while step.is_open and (group := self._waiting.first()) is not None:
+                plain = not group.unchunked and group.encoder_input is None and len(group.sequences) == 1
+                if not plain or group.key[0] > priority or self._tables.num_missing(group) > most:
+                    return
+                if step.preempted or self._drains or not self._can_admit(step, group):
+                    return
+                self._start(group)
+                self._plan_group(step, group, group.work())
 
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
