@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import glob
 import logging
 import os
 import sqlite3
@@ -487,6 +488,7 @@ class ResponseStore:
 
     def _fail_abandoned(self) -> None:
         """Write down that answers have failed which nothing is making any more."""
+        self._presence.sweep()
         with self._transaction() as database:
             rows = database.execute(
                 "SELECT number, id, owner, frame, (SELECT max(number) FROM events WHERE response = r.number) "
@@ -599,10 +601,19 @@ class Presence:
 
     def announce(self) -> str:
         """The name of this process, which others see from now on."""
-        if self._lock is None:
-            self._lock = os.open(self._file(self.name), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while self._lock is None:
+            lock = os.open(self._file(self.name), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                self._lock = lock
+            else:  # another process took it for a remnant, before it was locked
+                os.close(lock)
         return self.name
+
+    def sweep(self) -> None:
+        """Remove what processes that do not run any more have left."""
+        for path in self._path.parent.glob(f"{glob.escape(self._path.name)}-*.lock"):
+            self.is_there(path.stem.removeprefix(f"{self._path.name}-"))
 
     def is_there(self, name: str) -> bool:
         """Whether the process of this name still runs; what is left of one that does not is removed."""

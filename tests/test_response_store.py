@@ -229,6 +229,20 @@ def test_the_file_is_for_this_user_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["responses.db"]
 
 
+def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "responses.db-0123.lock").touch()
+    beside = make(tmp_path)
+    beside._presence.announce()
+
+    async def work(store: ResponseStore) -> list[str]:
+        await store._run(store._fail_abandoned)
+        return sorted(path.name for path in tmp_path.glob("*.lock"))
+
+    assert within(make(tmp_path), work) == [f"responses.db-{beside._presence.name}.lock"]
+    beside._close()
+    assert not list(tmp_path.glob("*.lock"))
+
+
 def test_deleted_texts_are_gone_while_the_service_runs(tmp_path: Path) -> None:
     """From the file and from its write-ahead log: at once after a deletion, with the next purge after that of age."""
     clock = Clock()
