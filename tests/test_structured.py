@@ -300,7 +300,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "("}, "the regular expression cannot be used"),
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, "unknown name"),
-    ({"grammar": 'root ::= "a"'}, "it is written in GBNF (::=); write it in Lark"),
+    ({"grammar": 'rule ::= "a"'}, "the grammar has no rule root"),
     ({"structural_tag": {"structures": []}}, 'must hold "structures" and "triggers"'),
     ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is what '<f>' begins with"),
 ]

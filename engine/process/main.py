@@ -112,6 +112,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
 
     if start.log_format is not None:
         adopt_libraries()
+    give_back_code()  # what imports touched, before weights are read
     engine = Engine(start.config, read)
     # What is here now stays: a full collection that looked through it would hold up a step.
     gc.collect()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from engine.host.resident import give_back
 from engine.interface.constraints import Constraint
 from engine.interface.sampling_table import MaskRow, Masks
 from engine.interface.structured import StructuredOutputsParams
+from engine.text.gbnf import gbnf_to_lark, is_gbnf
 from engine.text.schemas import MOST_EXACT, narrow, overlapping, place_of, rounded_number
 from engine.text.tokenizer import Tokenizer
 from engine.text.vocabulary import Vocabulary
@@ -99,8 +99,11 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
         top = _add_lark(parts, "choice", f"start: {choices}")
     else:
         text = str(params.grammar)
-        if "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE):
-            raise _refused(params, "it is written in GBNF (::=); write it in Lark, whose rules are `name: ...`.")
+        if is_gbnf(text):
+            try:
+                text = gbnf_to_lark(text)
+            except ValueError as problem:
+                raise _refused(params, f"{problem}.") from problem
         top = _add_lark(parts, "lark", text)
     if params.around is not None:
         _add_lark(parts, "answer", f"start: @{top}")
