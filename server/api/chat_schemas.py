@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from engine import MAX_LOGPROBS, SamplingParams
 from server.api.fields import at_most
 from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
-from server.api.template_fields import FUNCTION_NAME, TemplateFields, ToolChoice
+from server.api.template_fields import FUNCTION_NAME, ReasoningBudget, TemplateFields, ToolChoice
 
 MAX_CALLS = 128  # of functions in one message
 _TEXT_PART_SCHEMA = {
@@ -84,6 +84,7 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
         "function.",
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several function calls in one answer (true).")
+    reasoning_budget: ReasoningBudget = None
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if it has the same role."
     )

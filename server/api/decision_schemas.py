@@ -82,7 +82,7 @@ def _check_input(value: Any) -> str:
     if not isinstance(value, list):
         raise PydanticCustomError("input", "Input should be a string or a list of messages")
     if len(value) > MAX_MESSAGES:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_MESSAGES} items, got {len(value)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_MESSAGES} items, got {len(value)}")
     return "\n\n".join(map(_item, value))
 
 

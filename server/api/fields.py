@@ -175,7 +175,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
-            raise PydanticCustomError("limit", f"may hold at most {limit} {what}, got {len(value)}")
+            raise PydanticCustomError("limit", f"may have at most {limit} {what}, got {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -186,7 +186,7 @@ def _few_ids(value: Any) -> Any:
     if isinstance(value, list):
         total = sum(len(item) if isinstance(item, list) else 1 for item in value)
         if total > MAX_LISTED_IDS:
-            raise PydanticCustomError("limit", f"may hold at most {MAX_LISTED_IDS} token ids in all, got {total}")
+            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in all, got {total}")
     return value
 
 
@@ -317,7 +317,7 @@ _JSON_TYPES: dict[str, Any] = {
 
 
 # Fields that bodies have in another form, or not at all.
-ELSEWHERE = ("structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize")
+ELSEWHERE = ("reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize")
 # Of these -1 means as many as there may be, as in vLLM.
 COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
 

@@ -137,7 +137,7 @@ def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
         PydanticCustomError: says which.
     """
     if len(inputs) > MAX_INPUTS:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_INPUTS} inputs, got {len(inputs)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_INPUTS} inputs, got {len(inputs)}")
     empty = next((place for place, item in enumerate(inputs) if item in ("", [])), None)
     if empty is not None:
         where = "" if alone else f": item {empty} is"

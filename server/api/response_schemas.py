@@ -12,8 +12,9 @@ from server.api.base import Body
 from server.api.chat_schemas import ChatTokenLogprob
 from server.api.fields import Name, at_most, sampling_fields
 from server.api.schemas import MAX_MESSAGES, ServedBody
-from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
+from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES, ReasoningBudget
 
+MAX_ADDED = 20  # items of a conversation in one request, as at OpenAI
 MAX_METADATA = 16  # pairs, as at OpenAI
 MAX_METADATA_NAME = 64  # characters
 MAX_METADATA_VALUE = 512
@@ -80,6 +81,7 @@ _INPUT_SCHEMA = {
         },
     ]
 }
+_ITEMS = {**_INPUT_SCHEMA["anyOf"][1], "maxItems": MAX_ADDED}
 _FUNCTION = {
     "type": "object",
     "properties": {
@@ -124,7 +126,7 @@ def _check_metadata(value: Any) -> Any:
     if not isinstance(value, dict):
         raise PydanticCustomError("metadata", "must be an object whose values are strings")
     if len(value) > MAX_METADATA:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_METADATA} pairs, got {len(value)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_METADATA} pairs, got {len(value)}")
     for name, text in value.items():
         if not isinstance(text, str):
             raise PydanticCustomError("metadata", "must be an object whose values are strings")
@@ -134,12 +136,22 @@ def _check_metadata(value: Any) -> Any:
     return value
 
 
+_CONVERSATION = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]},
+        {"type": "null"},
+    ]
+}
 _METADATA = {
     "type": "object",
     "maxProperties": MAX_METADATA,
     "propertyNames": {"maxLength": MAX_METADATA_NAME},
     "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
 }
+
+
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)]
 
 
 class ResponseStreamOptions(Body):
@@ -153,7 +165,8 @@ class ResponseRequest(OneAnswerBody):
 
     # Checked by `server.answering.response_input`, whose errors say which item is at fault.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
-        description="The input: a text, or items (messages, function calls and their results, reasoning)."
+        None,
+        description="The input: a text, or items (messages, function calls and their results, reasoning).",
     )
     model: str | None = Field(None, description="Id of the served model. Optional.")
     instructions: str | None = Field(None, description="A system message before all others.")
@@ -163,10 +176,12 @@ class ResponseRequest(OneAnswerBody):
     previous_response_id: Name | None = Field(
         None, description="Continue a stored response: its input and output come before this input."
     )
-    store: bool | None = Field(None, description="Store the response, if the server has a response store (true).")
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)] = Field(
-        None, description="Key-value pairs that are stored with the response."
+    conversation: Annotated[Any, WithJsonSchema(_CONVERSATION)] = Field(
+        None,
+        description="Continue a stored conversation: its items come before the input, which is added to it.",
     )
+    store: bool | None = Field(None, description="Store the response, if the server has a response store (true).")
+    metadata: Metadata = Field(None, description="Key-value pairs that are stored with the response.")
     include: Annotated[list[Name], Field(fail_fast=True), at_most(_MAX_MEMBERS, "names")] | None = Field(
         None, description="message.output_text.logprobs adds log-probabilities of the answer's tokens."
     )
@@ -196,11 +211,14 @@ class ResponseRequest(OneAnswerBody):
     reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
         None, description="`effort`: passed to the chat template."
     )
+    reasoning_budget: ReasoningBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
     truncation: Name | None = Field(None, description="disabled or auto. The input is never truncated.")
-    background: bool | None = Field(None, description="false; true is not supported.")
+    background: bool | None = Field(
+        None, description="Return immediately and generate the response in the background; needs a response store."
+    )
     max_tool_calls: int | None = Field(None, ge=1, description="Has no effect, because no tools run on the server.")
     user: str | None = Field(None, max_length=512, description="Repeated in the response.")
     safety_identifier: str | None = Field(None, max_length=512, description="Repeated in the response.")
@@ -311,6 +329,12 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+class ConversationId(TypedDict):
+    """The conversation of an answer."""
+
+    id: str
+
+
 class ResponseObject(BaseModel):
     """A response with the parameters of its request."""
 
@@ -318,7 +342,7 @@ class ResponseObject(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseProblem | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -326,6 +350,7 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage | None
     store: bool = Field(description="Whether the response is stored.")
     previous_response_id: str | None
+    conversation: ConversationId | None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -339,11 +364,18 @@ class ResponseObject(BaseModel):
     top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]
-    background: Literal[False]
+    background: bool
     service_tier: Literal["default"]
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
+
+
+class InputTokens(BaseModel):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponseDeleted(BaseModel):
@@ -362,3 +394,53 @@ class ItemList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def of(cls, items: list[dict[str, Any]], *, more: bool) -> ItemList:
+        """A page.
+
+        Args:
+            more: further items follow.
+        """
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        return cls(data=items, first_id=first, last_id=last, has_more=more)
+
+
+class ConversationFields(Body):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] | None = Field(
+        None, description="The first items: messages, calls of functions and their results, reasoning."
+    )
+    metadata: Metadata = Field(None, description="Pairs that are kept with the conversation.")
+
+
+class ConversationUpdate(Body):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata = Field(description="Pairs that replace the ones that were kept.")
+
+
+class NewItems(Body):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] = Field(
+        description="Items that come at the end."
+    )
+
+
+class ConversationObject(BaseModel):
+    """A conversation without its items."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationDeleted(BaseModel):
+    """Answer of DELETE /v1/conversations/{conversation_id}."""
+
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True

@@ -46,7 +46,7 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
         message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
         raise PydanticCustomError("prompt", message)
     if len(prompts) > MAX_PROMPTS:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_PROMPTS} prompts, got {len(prompts)}")
     return list(prompts)
 
 

@@ -96,6 +96,7 @@ class ServerSettings(BaseModel):
             find it in the chat template.
         tool_prompt: auto: if the chat template does not support tools, describe them in a system message. off: refuse
             requests with tools then.
+        reasoning_budget: most tokens of reasoning in an answer, for requests that do not set it; -1: no limit.
         response_store: SQLite file that stores answers of /v1/responses, so that clients can continue or read them
             later. It is created if missing (default: nothing is stored).
         response_store_max_age: seconds that an answer is stored.
@@ -156,6 +157,7 @@ class ServerSettings(BaseModel):
     tool_call_parser: str = Field(default="auto", min_length=1)
     reasoning_parser: str = Field(default="auto", min_length=1)
     tool_prompt: Literal["auto", "off"] = "auto"
+    reasoning_budget: int = Field(default=-1, ge=-1)
     response_store: str | None = _NAME
     response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
     response_store_max_size: int | str = "1GiB"
