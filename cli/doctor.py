@@ -1,4 +1,4 @@
-"""`octavo doctor`: what a start would trip over, and what to do about it. No weights are loaded."""
+"""`octavo doctor`: problems that would prevent or impair a start, and their fixes. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_traces(settings: ServerSettings) -> Iterator[Finding]:
     try:
         tracing = start_tracing(settings, "0")
     except ConfigError as problem:
-        yield Finding("traces", "FAIL", str(problem), "Install octavo[otel], or leave --otlp-traces-endpoint out.")
+        yield Finding("traces", "FAIL", str(problem), "Install octavo[otel], or remove --otlp-traces-endpoint.")
     else:
         assert tracing is not None
         tracing.close()
@@ -95,7 +95,7 @@ def report(findings: list[Finding], *, json: bool = False) -> str:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}
     problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return "\n".join([*lines, problems or "All is well."])
+    return "\n".join([*lines, problems or "No problems found."])
 
 
 def check_python() -> Finding:
@@ -113,7 +113,7 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
 
         facts = inspect_torch()
     except Exception as error:  # a broken installation fails in many ways
-        yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Install Octavo again.")
+        yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Reinstall Octavo.")
         return
     build = "a CPU build"
     if facts.cuda or facts.rocm:
@@ -128,7 +128,7 @@ def check_kernels(facts: TorchFacts) -> Finding:
     """What a CPU computes faster than torch does is there, or will be compiled at the first start."""
     if facts.kernels:
         return Finding("kernels", "ok", facts.kernels)
-    fix = "A CPU serves slower without: install a C++ compiler (g++), which the first start uses."
+    fix = "Install a C++ compiler (g++): the first start then builds kernels that make a CPU faster."
     return Finding("kernels", "warn", f"none: {facts.no_kernels}", fix)
 
 
@@ -139,7 +139,7 @@ def check_threads(config: EngineConfig) -> Finding:
     threads = inspect_threads(config)
     found = f"{threads.count} for {threads.cpus:g} CPUs: {threads.reason}"
     if threads.too_many:
-        fix = f"Threads that wait for each other are slow: set --threads {max(1, int(threads.cpus))}."
+        fix = f"More threads than CPUs slow each other down: set --threads {max(1, int(threads.cpus))}."
         return Finding("threads", "warn", found, fix)
     return Finding("threads", "ok", found)
 
@@ -152,7 +152,7 @@ def check_device(config: EngineConfig) -> Iterator[Finding]:
     try:
         device = inspect_device(config)
     except ConfigError:
-        found = f"{config.device} was asked for, and torch sees {len(facts.gpus)} GPUs"
+        found = f"{config.device} was requested, but torch sees {len(facts.gpus)} GPUs"
         if facts.gpus:
             yield Finding("device", "FAIL", found, gpus.another(len(facts.gpus)))
             return
@@ -179,11 +179,11 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     try:
         facts = inspect_model(config)
     except NotDownloadedError as problem:
-        fix = f"The start downloads it; or do so now: hf download {config.model}"
+        fix = f"octavo serve downloads it. To download it now: hf download {config.model}"
         yield Finding("model", "warn", *_split(problem, fix))
         return
     except OctavoError as problem:
-        yield Finding("model", "FAIL", *_split(problem, "Name another model, or correct its folder."))
+        yield Finding("model", "FAIL", *_split(problem, "Choose another model, or repair its folder."))
         return
     files = "1 file" if facts.weight_files == 1 else f"{facts.weight_files} files"
     room = f"context {facts.max_model_len} tokens"
@@ -201,7 +201,7 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     if facts.num_blocks and (config.flash_prefill or facts.device.startswith("cuda")):
         yield check_flash(config, facts)
     if config.skip_tokenizer_init:
-        yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
+        yield Finding("tokenizer", "ok", "not loaded (--skip-tokenizer-init): requests and answers hold token ids")
     else:
         chats = generates and facts.max_encoder_len is None
         yield from check_tokenizer(config, facts.path, generates=generates and not facts.hears, chats=chats)
@@ -210,7 +210,7 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
 def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
     weights = f"weights {_size(facts.weights)} ({facts.quantization or facts.dtype})"
-    found = f"{weights}, and no pages"
+    found = f"{weights}, no KV cache"
     fix = "Use a 16-bit --dtype or a smaller model, or free memory."
     if facts.num_blocks:
         found = (
@@ -221,14 +221,16 @@ def check_memory(facts: ModelFacts) -> Finding:
             "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "
             "memory."
         )
-    found += f"; {_size(facts.free)} are free on {facts.device}"
+    found += f"; {_size(facts.free)} free on {facts.device}"
     if facts.resident:
-        found += f"; the engine takes {_size(facts.resident)} before its first request, {_size(facts.peak)} to load"
+        found += (
+            f"; the engine needs {_size(facts.resident)} before its first request and {_size(facts.peak)} while loading"
+        )
     left = facts.free - facts.weights - facts.pages
     if left < 0:
         return Finding("memory", "FAIL", found, fix)
     if left < _SPARE and facts.device == "cpu":
-        return Finding("memory", "warn", f"{found}: {_size(left)} for everything else is little", fix)
+        return Finding("memory", "warn", f"{found}: only {_size(left)} are left for everything else", fix)
     return Finding("memory", "ok", found)
 
 
@@ -248,12 +250,17 @@ def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
         return Finding(check, "ok", f"off; torch's flash attention could compute long prompts {layers}")
     if not flash.layers:
         return Finding(
-            check, "warn", f"not used: {flash.why}", "Leave --flash-prefill out: our own kernels compute all."
+            check, "warn", f"not used: {flash.why}", "Remove --flash-prefill: Octavo's own kernels compute prompts."
         )
     if flash.too_short:
-        return Finding(check, "warn", f"not used: {flash.too_short}", "Raise it, or leave --flash-prefill out.")
+        return Finding(check, "warn", f"not used: {flash.too_short}", "Raise it, or remove --flash-prefill.")
     if flash.wrong:
-        return Finding(check, "warn", f"torch's flash attention {layers}", "Nothing: our own kernels compute the rest.")
+        return Finding(
+            check,
+            "warn",
+            f"torch's flash attention {layers}",
+            "No action needed: Octavo's own kernels compute the rest.",
+        )
     return Finding(check, "ok", f"torch's flash attention {layers}")
 
 
@@ -263,12 +270,16 @@ def check_quantization_cache(config: EngineConfig) -> Finding:
 
     check, facts = "quantization cache", inspect_quantization_cache(config)
     if facts.folder is None:
-        return Finding(check, "ok", "made at every start: --quantization-cache is off, or there is no home")
+        return Finding(
+            check,
+            "ok",
+            "not used: --quantization-cache is off, or there is no home folder; weights are quantized at every start",
+        )
     if facts.problem:
-        fix = "Each start makes them again: name a folder of your own with --quantization-cache, or off."
-        return Finding(check, "warn", f"cannot be kept: {facts.problem}", fix)
+        fix = "Weights are quantized at every start. Set --quantization-cache to a writable folder, or to off."
+        return Finding(check, "warn", f"cannot be used: {facts.problem}", fix)
     number = "1 file" if facts.entries == 1 else f"{facts.entries} files"
-    return Finding(check, "ok", f"kept in {facts.folder}: {number}, {_size(facts.size)}")
+    return Finding(check, "ok", f"{facts.folder}: {number}, {_size(facts.size)}")
 
 
 def _size(count: int) -> str:
@@ -288,26 +299,34 @@ def check_tokenizer(
     """There is a tokenizer, and, for a model that chats, a template."""
     source = config.tokenizer or str(path)
     if not Path(source).is_dir():
-        fix = f"The start downloads it; or do so now: hf download {source}"
-        yield Finding("tokenizer", "warn", f"{source} is no local folder, so it was not looked at", fix)
+        fix = f"octavo serve downloads it. To download it now: hf download {source}"
+        yield Finding("tokenizer", "warn", f"{source} is not a local folder, so it was not checked", fix)
         return
     try:
         tokenizer = load_tokenizer(source, chat_template=config.chat_template)
     except OctavoError as problem:
-        yield Finding("tokenizer", "FAIL", *_split(problem, "Correct its files, or set --skip-tokenizer-init."))
+        yield Finding("tokenizer", "FAIL", *_split(problem, "Repair its files, or set --skip-tokenizer-init."))
         return
     if tokenizer is None:
-        fix = "Add tokenizer.json, or name another folder with --tokenizer. Token ids can be sent without one."
-        yield Finding("tokenizer", "warn", f"{source} holds none: prompts must be token ids, texts are empty", fix)
+        fix = (
+            "Add tokenizer.json, or set --tokenizer to another folder. Without a tokenizer, prompts must be token ids."
+        )
+        yield Finding(
+            "tokenizer", "warn", f"{source} has none: prompts must be token ids, and answers have no text", fix
+        )
         return
     languages = len(tokenizer.languages.ids)
     yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens" + f", {languages} languages" * bool(languages))
     if not generates:
         return
     if not chats:
-        yield Finding("chat", "ok", "none: /v1/chat/completions answers 400, /v1/completions takes the encoder's input")
+        yield Finding(
+            "chat",
+            "ok",
+            "not supported by encoder-decoder models; use /v1/completions, which takes the encoder's input",
+        )
     elif tokenizer.chat_template is None:
-        fix = "Use /v1/completions, or name a template: --chat-template chatml, llama3, ... or a file."
+        fix = "Use /v1/completions, or set --chat-template to a name (chatml, llama3, ...) or a file."
         yield Finding("chat template", "warn", "none: /v1/chat/completions answers 400", fix)
     else:
         yield Finding("chat template", "ok", f"{len(tokenizer.chat_template)} characters")
@@ -334,11 +353,11 @@ def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Fi
     served = _octavo_there(settings)
     if served is not None:
         another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"
-        fix = f"Nothing, if this is to take its place. To run beside it, this needs another {another}."
-        return Finding(check, "warn", f"Octavo serves {served} there already", fix)
+        fix = f"No action needed if the new server replaces it. To run both, set another {another}."
+        return Finding(check, "warn", f"Octavo already serves {served} there", fix)
     found, fix = _split(problem)
     if 0 < settings.port < 1024 and settings.uds is None:
-        fix = f"Ports below 1024 may need a privilege: use one above, such as 8000. {fix}"
+        fix = f"Ports below 1024 may need root: use a higher port, such as 8000. {fix}"
     return Finding(check, "FAIL", found, fix)
 
 
@@ -377,12 +396,12 @@ def check_access(settings: ServerSettings) -> Iterator[Finding]:
         yield Finding("access", "FAIL", *_split(problem, "Correct --rate-limit-storage (OCTAVO_RATE_LIMIT_STORAGE)."))
         return
     if settings.api_key or settings.api_key_file:
-        yield Finding("access", "ok", "with an API key only")
+        yield Finding("access", "ok", "an API key is required")
     elif is_public(settings):
-        fix = "Set --api-key-file or OCTAVO_API_KEY, or listen on 127.0.0.1 behind a gateway that asks for one."
+        fix = "Set OCTAVO_API_KEY or --api-key-file, or listen on 127.0.0.1 behind a gateway that checks keys."
         yield Finding("access", "warn", f"{settings.host} is open to other machines, and no API key is set", fix)
     else:
-        yield Finding("access", "ok", "from this machine only, without a key")
+        yield Finding("access", "ok", "this machine only, no API key")
 
 
 def check_socket_folder() -> Finding:
@@ -399,7 +418,7 @@ def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
     """There are file descriptors for as many connections as requests may run and wait."""
     limit = usable_files()
     needed = config.most_seqs + settings.max_num_queued_reqs + OWN_FILES
-    found = f"{limit} for {needed} needed (requests running and waiting, and {OWN_FILES})"
+    found = f"{limit}; running and waiting requests need up to {needed}"
     if limit >= needed:
         return Finding("open files", "ok", found)
-    return Finding("open files", "warn", found, f"ulimit -n {needed}, as root; or lower --max-num-queued-reqs.")
+    return Finding("open files", "warn", found, f"Run ulimit -n {needed} as root, or lower --max-num-queued-reqs.")

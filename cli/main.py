@@ -75,7 +75,7 @@ def _own_the_process(command: str, arguments: list[str]) -> None:
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
-    print("octavo: stopped before it served.", file=sys.stderr)
+    print("octavo: stopped before the model was loaded.", file=sys.stderr)
     raise SystemExit(0)
 
 

@@ -24,14 +24,14 @@ from server.config.wording import is_switch
 _FIELDS = Settings.model_fields
 _LONG_NAME = rf"(?<![\w/-])({'|'.join(name for name in _FIELDS if '_' in name)})(?![\w/-]|\.\w)"
 _EPILOG = (
-    "A flag is stronger than the variable in round brackets, and that than the file --config names; [ ] holds the "
-    "default. `octavo config` shows what is in force and why."
+    "Precedence: flag, environment variable (in parentheses), file of --config, default (in brackets). `octavo config` "
+    "shows the value of each setting and its source."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from.
+    """The source of a value.
 
     Attributes:
         kind: which of the sources.
@@ -149,7 +149,7 @@ def _with_origins(message: str, origins: Mapping[str, Origin]) -> str:
 def _help(name: str) -> str:
     default = _FIELDS[name].default
     if name == "model":
-        text = " [the bundled one]"
+        text = " [the bundled model]"
     elif default in (None, (), ""):
         text = ""
     else:

@@ -21,7 +21,13 @@ from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
 from engine.interface.cache_map import CacheMap, LiveRequest
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS
-from engine.interface.generation import chat_max_tokens, room_for_answer
+from engine.interface.generation import (
+    CHAT_ROOM,
+    DEFAULT_MAX_TOKENS,
+    chat_max_tokens,
+    room_for_answer,
+    tokens_to_keep_free,
+)
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
@@ -91,6 +97,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BIAS_RANGE",
+    "CHAT_ROOM",
+    "DEFAULT_MAX_TOKENS",
     "DEFAULT_NUM_SEQS",
     "DEFAULT_TOP_K",
     "FILTERS",
@@ -170,6 +178,7 @@ __all__ = [
     "read_template",
     "resolve_pooling",
     "room_for_answer",
+    "tokens_to_keep_free",
 ]
 
 

@@ -43,56 +43,54 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: local folder, GGUF file or hub id; of a GGUF file on the hub org/name:Q4_K_M.
-        tokenizer: folder or hub id of the tokenizer, if not the model's own.
-        skip_tokenizer_init: load no tokenizer: ids in, ids out.
+        model: local folder, GGUF file or hub id. A GGUF file on the hub is org/name:Q4_K_M.
+        tokenizer: folder or hub id of the tokenizer, if it is not the model's own.
+        skip_tokenizer_init: do not load a tokenizer: requests and answers hold token ids.
         revision: branch, tag or commit on the hub.
-        hf_token: token for gated models (else HF_TOKEN of the environment).
-        dtype: of weights and activations; auto takes the checkpoint's, and float32 on a CPU without fast
+        hf_token: token for gated models on the hub (default: HF_TOKEN).
+        dtype: format of weights and activations. auto takes the checkpoint's format, but float32 on a CPU without fast
             bfloat16.
-        quantization: weights of matrices made int8 or int4 (scales for each 32 inputs of an output) or int8-fast (one
-            for each output: faster, less exact, on a CPU alone) while they load, or stored: those that a checkpoint has
-            in few bits stay about as small, or none: they get the dtype (default: stored on a CPU, none on a GPU).
-        quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
-            octavo/quantization in the user's cache).
-        device: cpu, cuda (or cuda:N), auto.
-        threads: that compute on the CPU (default: OMP_NUM_THREADS, else one for each core that this process may use,
-            its container's limit included).
-        max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
-        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less; for
-            models that read inputs whole, which hold nothing from step to step, no limit but their tokens).
+        quantization: format of the weight matrices. int8 and int4 (a scale per 32 inputs) and int8-fast (a scale per
+            output: faster, less exact, CPU only) are made at load time. stored keeps weights that are already quantized
+            as they are. none expands them to dtype (default: stored on a CPU, none on a GPU).
+        quantization_cache: folder that keeps quantized weights for the next start, or off (default: octavo/quantization
+            in the user's cache).
+        device: cpu, cuda, cuda:N or auto.
+        threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
+            container).
+        max_model_len: most tokens of prompt and answer together (default: the model's maximum).
+        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens if that is lower; no limit for
+            models without a KV cache).
         max_num_batched_tokens: most tokens in one step.
-        max_step_time: seconds that a step should stay under: prompts come in smaller chunks where a step would
-            take longer (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
-        async_scheduling: plan and launch each step while the one before it runs (default: on a GPU; a CPU gains
-            nothing by it).
-        distributed_executor_backend: where steps are computed: in this process (uni), or in a process of its own that
-            is sent the plans (mp).
-        block_size: tokens a page holds.
-        kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
-            most 4 GiB; GPU: what gpu_memory_utilization leaves).
-        kv_cache_dtype: format of the pages; auto takes dtype's. int8 and fp8 (e4m3) have a scale per head and token,
-            and hold about twice the tokens of a 16-bit format in the same memory.
-        gpu_memory_utilization: share of the GPU's memory to use for weights, activations and pages.
-        num_gpu_blocks_override: number of pages, on any device, instead of a size.
-        enforce_eager: start each kernel of a decoding step by itself on a GPU, instead of recording steps as CUDA
-            graphs when the engine starts: it starts sooner and needs less memory, small steps take longer.
-        flash_prefill: on a GPU, let torch's flash attention compute prompts of more than 2048 tokens that come whole in
-            one step (max_num_batched_tokens above 2048), over pages in the model's own 16-bit format. Then the last
-            bits depend on whether a prompt came whole, or in chunks or behind a cached beginning.
-        enable_prefix_caching: reuse pages of earlier prompts.
-        kv_events_config: where to publish which pages are cached, for routers that send a prompt where its beginning
-            is: JSON in vLLM's form, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
-        chat_template: Jinja template of conversations, in place of the tokenizer's own: a file, or chatml, gemma,
-            llama2, llama3, mistral, phi3, vicuna or zephyr.
-        generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
-        max_num_beams: most beams a request may ask for (default: 16; where there are catalogues 256, or as many as
-            max_num_seqs allows).
-        catalogue: NAME=FILE: titles that answers can be limited to, a line each, as JSON: a text, or an object with
-            text or ids; several: repeat the flag, or separate them by commas.
-        seed: of the engine's own random choices (seeds for requests that bring none; default:
-            random).
-        show_progress: progress bar while weights load.
+        max_step_time: target in seconds for the length of a step. Prompts are split into smaller chunks to stay below
+            it (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
+        async_scheduling: plan and launch each step while the previous one runs (default: on for GPUs; a CPU gains
+            nothing).
+        distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a process of its own.
+        block_size: tokens per page of the KV cache.
+        kv_cache_memory: size of the KV cache, such as "4GiB" (default on a CPU: a quarter of the free memory, at most 4
+            GiB; on a GPU: what gpu_memory_utilization leaves).
+        kv_cache_dtype: format of the KV cache. auto takes dtype. int8 and fp8 (e4m3) have a scale per head and token;
+            they hold about twice as many tokens as a 16-bit format in the same memory.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
+        num_gpu_blocks_override: number of pages of the KV cache, on any device, instead of kv_cache_memory.
+        enforce_eager: do not record decoding steps as CUDA graphs. The engine starts sooner and needs less memory, but
+            small steps take longer.
+        flash_prefill: on a GPU, compute prompts of more than 2048 tokens with torch's flash attention if they fit into
+            one step (max_num_batched_tokens above 2048) and the KV cache has the model's 16-bit format. The last bits
+            of the results then depend on how a prompt was split or cached.
+        enable_prefix_caching: reuse the KV cache of earlier prompts with the same beginning.
+        kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
+            JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
+        chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
+            mistral, phi3, vicuna or zephyr.
+        generation_config: auto applies the model's generation_config.json, none ignores it.
+        max_num_beams: most beams a request may ask for (default: 16; with a catalogue 256, or max_num_seqs if that is
+            lower).
+        catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
+            an object with text or ids. For several lists, repeat the flag or separate them by commas.
+        seed: seed for requests without a seed of their own (default: random).
+        show_progress: show a progress bar while weights load.
     """
 
     model: str
@@ -173,8 +171,8 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", as_json(self.kv_events_config))
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_events_config wants events of the prefix cache, but enable_prefix_caching is false. "
-                "Switch it on, or set no kv_events_config."
+                "kv_events_config needs the prefix cache, but enable_prefix_caching is false. Enable it, or remove "
+                "kv_events_config."
             )
 
     @property
@@ -226,7 +224,7 @@ class EngineConfig:
         names = [item.partition("=")[0] for item in self.catalogue]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"catalogue names two files {name}: each needs a name of its own.")
+                raise ConfigError(f"catalogue has two files with the name {name}; names must be unique.")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

@@ -107,8 +107,8 @@ class Engine:
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
                 raise ConfigError(
-                    f"kv_events_config is for models that are decoders alone, and {config.model} has an encoder: none "
-                    "of its pages follows from the tokens of a prompt. Set no kv_events_config."
+                    f"kv_events_config is for decoder-only models, but {config.model} has an encoder. Remove "
+                    f"kv_events_config."
                 )
             self.scheduler.record_events()
             self._publisher.start("GPU" if device.type == "cuda" else "CPU")
@@ -231,7 +231,7 @@ class Engine:
         if decoding.num_beams > self.config.most_beams:
             raise InvalidRequestError(
                 f"num_beams is {decoding.num_beams}, but at most {self.config.most_beams} are allowed "
-                "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
+                f"(max_num_beams). Lower it, or raise --max-num-beams.",
                 param="num_beams",
             )
         decoding = self._catalogues.constrained(params, decoding)
@@ -396,7 +396,7 @@ class Engine:
     def _log_start(self, seconds: float) -> None:
         info = self.info
         tokens = info.num_blocks * info.block_size
-        logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
+        logger.info("Loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
         logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",

@@ -119,8 +119,8 @@ class Admission:
         if prompts > self.max_prompts:
             raise ApiError(
                 400,
-                f"{prompts} prompts cannot be in the service at once: at most {self.max_prompts} can, {self._sum()}. "
-                "Send fewer in one request, or raise --max-num-queued-reqs.",
+                f"The request has {prompts} prompts, but the service accepts at most {self.max_prompts} at a time "
+                f"({self._sum()}). Send fewer per request, or raise --max-num-queued-reqs.",
                 param="prompt",
                 code="too_many_prompts",
             )
@@ -201,8 +201,8 @@ class Admission:
         if missing > 0 and not self._is_owed(tenant, held, prompts, self.max_prompts, missing):
             raise self._refusal(
                 "queue_full",
-                f"The service is full: {self.num_prompts} prompts are in it, and {prompts} more would exceed "
-                f"{self.max_prompts}, {self._sum()}.",
+                f"The service is full: it has {self.num_prompts} prompts, and {prompts} more would exceed the limit "
+                f"of {self.max_prompts} ({self._sum()}).",
                 "--max-num-queued-reqs",
                 self._endings.seconds * missing,
             )
@@ -219,8 +219,8 @@ class Admission:
         if ahead and seconds > left:
             raise self._refusal(
                 "deadline",
-                f"The service is busy: the request would wait about {seconds:.1f} s for its first token, and its time "
-                f"is over in {max(left, 0.0):.1f} s.",
+                f"The service is busy: the request would wait about {seconds:.1f} s for its first token, but its "
+                f"time limit ends in {max(left, 0.0):.1f} s.",
                 "the request's time limit",
                 seconds - left,
             )
@@ -231,19 +231,19 @@ class Admission:
         limit = self._max_queue_time
         if limit is None:
             limit, known = self._prefills.value / 2, self._prefills.count > 0 and self._runs.count > 0
-            what = f"{limit:.2g} s, half of what a first token takes while there is room (max_queue_time is not set)"
+            what = f"{limit:.2g} s, half the time to first token of an idle server (max_queue_time is not set)"
         else:
             known, what = True, f"{limit:g} s (max_queue_time)"
             if not limit:
                 return
         if not known:
-            message = "The service is full, and when there will be room is not known yet."
+            message = "The service is full, and the waiting time is not known yet."
             raise self._refusal("queue_time", message, "--max-queue-time", 0.0)
         if seconds > limit:
             raise self._refusal(
                 "queue_time",
-                f"The service is full: a request would wait about {seconds:.1f} s for its first token, which is more "
-                f"than {what}.",
+                f"The service is full: the request would wait about {seconds:.1f} s for its first token, more than "
+                f"{what}.",
                 "--max-queue-time",
                 seconds - limit,
             )
@@ -272,7 +272,7 @@ class Admission:
         if not self._is_owed(tenant, held, more, self._max_queued_tokens, excess):
             raise self._refusal(
                 "queued_tokens",
-                f"The service is full: {others} prompt tokens wait, and {about}{tokens} more would exceed "
+                f"The service is full: {others} prompt tokens are waiting, and {about}{tokens} more would exceed "
                 f"{self._max_queued_tokens} (max_num_queued_tokens).",
                 "--max-num-queued-tokens",
                 self._endings.seconds,

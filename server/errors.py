@@ -31,7 +31,7 @@ _SHOWN = 80  # characters of a wrong value that an error message repeats
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, for people (`message`) and for programs (`type`, `param`, `code`)."""
+    """An error, for people (`message`) and for programs (`type`, `param`, `code`)."""
 
     message: str
     type: str
@@ -47,8 +47,8 @@ class ErrorResponse(BaseModel):
 
 # Declared for every route: "4XX" also keeps FastAPI from documenting 422, which is never sent.
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
-    "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
+    "4XX": {"model": ErrorResponse, "description": "Client error."},
+    "5XX": {"model": ErrorResponse, "description": "Server error."},
 }
 
 
@@ -102,9 +102,7 @@ def describe_validation(problems: list[Any]) -> ApiError:
     if not location and first["type"] == "limit":
         return ApiError(400, f"The body {first['msg']}.", code="invalid_value")
     if not location:
-        return ApiError(
-            400, "The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body"
-        )
+        return ApiError(400, "The body must be a JSON object with Content-Type: application/json.", code="invalid_body")
     field = str(location[0])
     # Below a field stand the branches of its type, and in an object its own fields.
     param = ".".join(map(str, location)) if field == "stream_options" else field
@@ -133,13 +131,13 @@ def to_api_error(problem: Exception) -> ApiError:
         logger.debug("The engine is dead: %s", problem)  # its client has said so, once and louder
         return ApiError(
             503,
-            "The engine has stopped and cannot serve requests; it is being started again.",
+            "The engine has stopped and is restarting. Try again later.",
             code="engine_dead",
             headers={"Retry-After": "5"},
         )
     # The exception's own words may repeat a prompt: they are left to the traceback, which knows what to hide.
     logger.error("A request failed: %s", type(problem).__name__, exc_info=problem)
-    return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")
+    return ApiError(500, "The server failed to answer this request. See its log for the reason.", code="internal_error")
 
 
 async def _on_error(request: Request, problem: Exception) -> Response:

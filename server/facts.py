@@ -75,12 +75,12 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
 
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
     if tokenizer is None:
-        logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
+        logger.warning("The model has no tokenizer: prompts must be token ids, and answers have no text.")
     if info.encoder_only:
         _log_encoder(info, model_id)
     else:
         _log_decoder(info, model_id)
-    logger.info("Served: %s.", endpoints)
+    logger.info("Endpoints: %s.", endpoints)
 
 
 def _log_encoder(info: EngineInfo, model_id: str) -> None:
@@ -90,8 +90,8 @@ def _log_encoder(info: EngineInfo, model_id: str) -> None:
         info.max_model_len,
     )  # fmt: skip
     logger.info(
-        "No KV cache: an input is read whole, in one step, which holds at most %d inputs of %d tokens together, or one "
-        "that is longer.",
+        "No KV cache: a step reads whole inputs, at most %d of them with %d tokens together, or a single longer "
+        "one.",
         info.max_num_seqs, info.max_num_batched_tokens,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def _log_encoder(info: EngineInfo, model_id: str) -> None:
 def _log_decoder(info: EngineInfo, model_id: str) -> None:
     # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
     longest, least = info.max_model_len, info.full_requests
-    room = f"prompt and answer of up to {longest} tokens together"
+    room = f"up to {longest} tokens for prompt and answer together"
     if "generate" not in info.tasks:
         room = f"{', '.join(info.tasks)}, inputs of up to {longest} tokens"
     if info.max_encoder_len is not None:  # its tokens have pages, too
@@ -110,9 +110,9 @@ def _log_decoder(info: EngineInfo, model_id: str) -> None:
     )
     tokens = info.num_blocks * info.block_size
     lengths = [longest] + [1024] * (longest > 1024)
-    fit = ", or ".join(f"{max(tokens / length, least):.1f} of {length} tokens" for length in lengths)
+    fit = ", or ".join(f"{max(tokens / length, least):.1f} requests of {length} tokens" for length in lengths)
     logger.info(
-        "KV cache: %d pages of %d tokens hold %d tokens in %s; requests that fit at a time: %s; at most %d run in one "
-        "step.",
+        "KV cache: %d pages of %d tokens (%d tokens in %s). Room for %s at a time; a step runs at most %d "
+        "requests.",
         info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, fit, info.max_num_seqs,
     )  # fmt: skip

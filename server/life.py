@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from server.door.drain import Drain
 
 _DEMO_NOTES = {
-    DEMOS["chat"]: "a tiny model that tells little stories and answers questions about Octavo and transformers",
+    DEMOS["chat"]: "a tiny model that tells short stories and answers questions about Octavo and transformers",
     DEMOS["seq2seq"]: "a tiny encoder-decoder that translates a toy language into English",
 }
 _LOOK = 2.0  # seconds between two looks at a Unix socket's file
@@ -32,8 +32,8 @@ logger = logging.getLogger("octavo.server")
 
 def announcement(settings: ServerSettings, listener: Listener, model_id: str) -> str:
     """Where the service is, once it listens."""
-    page = "in a browser: a playground; " if settings.enable_playground else ""
-    hints = "" if settings.uds else f" ({page}API documentation: {listener.url}/docs)"
+    page = f"playground: {listener.url}/, " if settings.enable_playground else ""
+    hints = "" if settings.uds else f" ({page}API docs: {listener.url}/docs)"
     return f"Serving {model_id} on {listener.url}{hints}"
 
 
@@ -54,7 +54,7 @@ def load(
         OctavoError: the model cannot be loaded.
     """
     if note := _DEMO_NOTES.get(Path(config.model)):
-        logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
+        logger.info("Serving the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
     return ProcessEngineClient(config, policy, log_format, meanwhile, known=known)
@@ -85,7 +85,7 @@ def end_at_once(status: int, listener: Listener) -> NoReturn:
 
 def end_at_second_signal(listener: Listener) -> NoReturn:
     """Say so, and end the process."""
-    print("octavo: second signal: stopped at once.", file=sys.stderr, flush=True)
+    print("octavo: second signal: stopped immediately.", file=sys.stderr, flush=True)
     end_at_once(1, listener)
 
 
@@ -95,7 +95,7 @@ async def tell_when_unreachable(listener: Listener, drain: Drain) -> None:
         await asyncio.sleep(_LOOK)
     if not drain.draining:
         logger.error(
-            "%s has been removed or replaced: open connections are served, and no client can open another. "
+            "%s has been removed or replaced: open connections still work, but clients cannot open new ones. "
             "Restart the service.",
             listener.url.removeprefix("unix:"),
         )

@@ -47,7 +47,10 @@ class LiveFeed:
             ApiError: 503.
         """
         if self.num_watchers >= MAX_WATCHERS:
-            message = f"{self.num_watchers} clients watch already, and no more may ({MAX_WATCHERS}). Close one of them."
+            message = (
+                f"{self.num_watchers} clients are watching already; at most {MAX_WATCHERS} are allowed. Close "
+                f"one of them."
+            )
             raise ApiError(503, message, code="overloaded", headers={"Retry-After": "5"})
 
     async def frames(self) -> AsyncGenerator[str, None]:

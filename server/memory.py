@@ -52,8 +52,8 @@ def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
     limit = parse_bytes(setting, "max_api_memory") // num_processes
     if resident >= limit:
         raise ConfigError(
-            f"max_api_memory is {limit // _MIB} MiB, but before its first request the process has {resident // _MIB} "
-            "MiB already, so that it would serve none: raise --max-api-memory."
+            f"max_api_memory is {limit // _MIB} MiB, but the process already uses {resident // _MIB} MiB before its "
+            "first request. Raise --max-api-memory."
         )
     return limit
 
@@ -95,8 +95,9 @@ class MemoryGuard:
     def refusal(self) -> ApiError:
         """The answer to what is refused meanwhile. Its body is not read."""
         message = (
-            f"The service has more memory than the {(self._limit or 0) // _MIB} MiB that it may have (max_api_memory), "
-            "and takes no new requests until it has less. Try again later, or raise --max-api-memory."
+            f"The service uses more memory than the limit of {(self._limit or 0) // _MIB} MiB (max_api_memory) and "
+            f"accepts "
+            "no new requests until it uses less. Try again later, or raise --max-api-memory."
         )
         return ApiError(503, message, code="overloaded", headers={"Retry-After": "5", "Connection": "close"})
 
@@ -129,13 +130,13 @@ class MemoryGuard:
         if self._exceeded:
             self._since = self._complained = now
             logger.warning(
-                "The process has %d MiB of memory, more than %d MiB (max_api_memory): new requests are refused until "
-                "it has less.",
+                "The HTTP process uses %d MiB of memory, more than %d MiB (max_api_memory): new requests are refused "
+                "until it uses less.",
                 size // _MIB, limit // _MIB,
             )  # fmt: skip
         else:
             logger.info(
-                "The process has %d MiB of memory again, and serves: it had too much for %.1f s.",
+                "The HTTP process uses %d MiB of memory and accepts requests again after %.1f s.",
                 size // _MIB, now - self._since,
             )  # fmt: skip
 
@@ -144,7 +145,7 @@ class MemoryGuard:
         if now >= self._complained + _COMPLAINT:
             self._complained = now
             logger.error(
-                "The process has had more memory than max_api_memory for %.0f s, although it answers nothing: it will "
-                "not serve until it is started again. Raise --max-api-memory if it should have more.",
+                "The HTTP process has used more memory than max_api_memory for %.0f s, although it is idle: it will "
+                "not accept requests until it is restarted. Raise --max-api-memory if it needs more.",
                 now - self._since,
             )

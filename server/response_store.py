@@ -326,8 +326,8 @@ class ResponseStore:
         except sqlite3.Error as problem:
             database.close()
             raise ConfigError(
-                f"response_store {str(self._path)!r} cannot be used: {problem}. If it is damaged, move it away; a new "
-                "one is made."
+                f"response_store {str(self._path)!r} cannot be used: {problem}. If it is damaged, move it away, and "
+                f"a new one is created."
             ) from problem
         except ConfigError:
             database.close()
@@ -343,11 +343,11 @@ class ResponseStore:
         )
         database.execute("COMMIT")
         if num_tables and application != _APPLICATION:
-            raise ConfigError(f"response_store {str(self._path)!r} is a database of something else: name another file.")
+            raise ConfigError(f"response_store {str(self._path)!r} is not a database of Octavo. Choose another file.")
         if num_tables and version != _VERSION:
             raise ConfigError(
-                f"response_store {str(self._path)!r} was made by another version of Octavo (its tables are version "
-                f"{version}, this one's are {_VERSION}): name another file."
+                f"response_store {str(self._path)!r} was made by another version of Octavo (it has version "
+                f"{version}, this one needs {_VERSION}). Choose another file."
             )
         # A crash of the machine may lose the last answers, and damages nothing. What is deleted is overwritten.
         _write_ahead(database)
@@ -530,7 +530,7 @@ class ResponseStore:
         asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
         kept = self._get(id_, tenant)
         if kept is None:
-            raise HistoryError(f"there is no stored response {id_}", id_)
+            raise HistoryError(f"no stored response has the id {id_}", id_)
         if not kept.ended:
             raise HistoryError("it has not ended yet", id_)
         turns = self._database.execute(_CHAIN, asked).fetchall()
@@ -540,7 +540,7 @@ class ResponseStore:
         if previous is not None and len(turns) == _MAX_TURNS:
             raise HistoryError(f"its conversation has more than {_MAX_TURNS} turns", None)
         if previous is not None:
-            raise HistoryError(f"an earlier response of its conversation, {previous}, is not stored any more", previous)
+            raise HistoryError(f"an earlier response of its conversation, {previous}, is no longer stored", previous)
         return [
             item
             for turn in reversed(turns)
@@ -580,7 +580,7 @@ class ResponseStore:
         now = time.monotonic()
         if now - self._logged >= _LOG_INTERVAL:
             self._logged = now
-            logger.error("The store of responses failed: %s", problem)
+            logger.error("The response store failed: %s", problem)
 
 
 class Presence:

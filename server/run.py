@@ -19,8 +19,8 @@ from server.facts import served_model_id
 logger = logging.getLogger("octavo.server")
 
 _READABLE = (
-    "stderr is no terminal, so the log is JSON, a line a record; --log-format console (OCTAVO_LOG_FORMAT) writes lines "
-    "for people."
+    "stderr is not a terminal, so the log is JSON, one record per line. --log-format console (OCTAVO_LOG_FORMAT) "
+    "writes plain text."
 )
 
 
@@ -53,7 +53,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     with Listener(settings) as listener:
         if is_public(settings) and not (settings.api_key or settings.api_key_file):
             logger.warning(
-                "%s is open to other machines, and every client that reaches it may use it: no API key is set. "
+                "%s is open to other machines without an API key: every client that can reach it may use it. "
                 "Set --api-key (OCTAVO_API_KEY) or --api-key-file, or listen on 127.0.0.1.",
                 listener.url,
             )

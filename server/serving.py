@@ -101,20 +101,18 @@ class Server(uvicorn.Server):
 
     def _say_slots(self) -> None:
         sizes, wanted = self._slots.sizes, self._max_connections
-        limit = "The limit of open files (ulimit -n) leaves room for %d connections at a time"
+        limit = "The limit on open files (ulimit -n) allows %d connections at a time"
         if wanted is not None and wanted > sizes.fitting:
             logger.warning(f"{limit}, not for max_connections (%d).", sizes.fitting, wanted)
         elif wanted is None and sizes.fitting < FEW:
-            logger.warning(f"{limit}; beyond those, health and metrics alone are answered.", sizes.fitting)
+            logger.warning(f"{limit}; beyond that, only health and metrics are answered.", sizes.fitting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         limit = float(self.config.timeout_graceful_shutdown or 0)
         deadline = time.monotonic() + limit
-        logger.info(
-            "Stopping; %d running requests get up to %g seconds. A second signal stops at once.",
-            self._drain.num_running,
-            limit,
-        )
+        running = self._drain.num_running
+        patience = f" {running} running requests get up to {limit:g} seconds." if running else ""
+        logger.info("Stopping.%s A second signal stops immediately.", patience)
         await drain_connections(self._drain, self.server_state.connections, limit)
         # Nothing runs any more; what is left is to close what listens, and the bytes on their way.
         for server in self.servers:

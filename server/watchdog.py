@@ -72,7 +72,9 @@ class LoopWatchdog:
             self._guard = subprocess.Popen(command, stdin=theirs, stdout=2, env=environment)
         except OSError as problem:
             os.close(self._line)
-            logger.error("Nothing watches the event loop (loop_timeout): %s cannot be started: %s", _GUARD, problem)
+            logger.error(
+                "The event loop is not watched (loop_timeout), because %s cannot be started: %s", _GUARD, problem
+            )
         else:
             self._tick()
         finally:
@@ -84,7 +86,7 @@ class LoopWatchdog:
                 os.write(self._line, b".")
         except BrokenPipeError:
             self.stop()
-            logger.warning("The process that watches the event loop (loop_timeout) has ended; starting another.")
+            logger.warning("The process that watches the event loop (loop_timeout) ended and is restarted.")
             self._start_guard()
         else:
             self._beat = asyncio.get_running_loop().call_later(self._timeout / _BEATS, self._tick)

@@ -231,7 +231,7 @@ def test_without_a_setting_the_wait_is_half_of_a_first_tokens_time() -> None:
     admission.reserve(1, 1)  # waits for about 2 s, and half of 5 s are 2.5
     problem = refusal(admission, 1, 1)
     assert "about 3.0 s" in problem.message
-    assert "2.5 s, half of what a first token takes" in problem.message
+    assert "2.5 s, half the time to first token" in problem.message
     assert reasons == ["queue_time"]
 
 
@@ -290,7 +290,7 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     admission.reserve(1, 1, None, clock.now + 5.0)
     problem = refusal(admission, 1, 1, None, clock.now + 4.0)
     assert "about 6.0 s" in problem.message
-    assert "over in 4.0 s" in problem.message
+    assert "ends in 4.0 s" in problem.message
     assert (problem.headers or {})["Retry-After"] == "2"
     assert reasons == ["deadline"]
     admission.reserve(1, 1, None, clock.now + 7.0)

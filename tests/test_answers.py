@@ -109,10 +109,10 @@ def test_one_question_of_many_texts_and_many_of_one(model: tuple[LLM, Any, Any])
         (3, "a", {}, "must be a text"),
         ("a", "b", {"top_k": 0}, "top_k must be at least 1"),
         ("a", "b", {"max_answer_len": 0}, "max_answer_len must be at least 1"),
-        ("a", "b", {"max_seq_len": 9999}, "max_seq_len is 9999, and this model takes at most"),
-        ("a", "b", {"max_seq_len": 30, "doc_stride": 30}, "doc_stride is 30 and a window has 30"),
+        ("a", "b", {"max_seq_len": 9999}, "max_seq_len is 9999, but this model takes at most"),
+        ("a", "b", {"max_seq_len": 30, "doc_stride": 30}, "smaller than a window of 30 tokens"),
         ("boats " * 30, "boats " * 30, {"max_seq_len": 30}, "the question is too long"),
-        ("a", "boats " * 50000, {"max_seq_len": 30, "doc_stride": 24}, "at most 4096 are read"),
+        ("a", "boats " * 50000, {"max_seq_len": 30, "doc_stride": 24}, "at most 4096 windows are allowed"),
     ],
 )
 def test_what_cannot_be_answered(

@@ -544,7 +544,7 @@ def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypat
             torch.cat([r.q[:n] for r, n in zip(rows, query_lens, strict=True)]), paged(rows), metadata, scale=1
         )
     assert isinstance(backend, TorchReference)
-    assert [record.getMessage() for record in caplog.records] == ["attention on cpu: torch backend"]
+    assert [record.getMessage() for record in caplog.records] == ["Attention backend on cpu: torch"]
 
 
 def test_select_refuses_a_device_with_reasons() -> None:

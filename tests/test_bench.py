@@ -344,7 +344,7 @@ def test_texts_and_messages(tmp_path: Path) -> None:
         ({"prompt": ""}, "prompt"),
         ({"turns": [3]}, "turns"),
         ({"messages": ["a"]}, "messages"),
-        ({"input_length": 5, "arrival": 1}, "either all lines hold an arrival time or none"),
+        ({"input_length": 5, "arrival": 1}, "either all lines must have an arrival time, or none"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -360,8 +360,8 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: Any, message: str) -> N
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,2,3\n", "trace.csv:2: TIMESTAMP must be a date"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,2,x\n", "trace.csv:2: GeneratedTokens .* 'x'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,2\n", "trace.csv:2: expected TIMESTAMP"),
-        ("\n", "holds no requests"),
-        (b"\xff\xfe", "no UTF-8"),
+        ("\n", "has no requests"),
+        (b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path: Path, text: str | bytes, message: str) -> None:

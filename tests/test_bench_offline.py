@@ -83,7 +83,7 @@ def test_levels_and_plots_of_the_engine(tmp_path: Path, capsys: pytest.CaptureFi
         (["--json", "no/such/folder/x.json"], 2, "the folder does not exist"),
         (["--max-num-seq", "3"], 2, "did you mean --max-num-seqs?"),
         (["--port", "80"], 2, "unknown flag --port"),
-        (["--input-len", "100000"], 1, "and the model has room for"),
+        (["--input-len", "100000"], 1, "but the model has room for"),
         (["./nope"], 1, "nope"),
     ],
 )  # fmt: skip
@@ -142,7 +142,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_folder_for_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="it is a file"):
+    with pytest.raises(OptionError, match="this is a file"):
         check_plots(tmp_path / "file")
     with pytest.raises(OptionError, match="does not exist"):
         check_plots(tmp_path / "no" / "plots")

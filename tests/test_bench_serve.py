@@ -401,7 +401,7 @@ def test_a_server_that_closes_after_each_answer(server: FakeServer, tmp_path: Pa
 
 def test_wrong_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        ([], "a kind is missing: serve"),
+        ([], "choose a kind: serve"),
         (["train"], "unknown kind 'train'"),
         (["serve", "--concurency", "3"], "unknown flag --concurency"),
         (["serve", "--concurrency", "many"], "--concurrency"),
@@ -441,7 +441,7 @@ def test_what_the_server_refuses_at_the_start(server: FakeServer, capsys: pytest
     assert "no key was sent" in shown
     assert "--api-key" in shown
     server.other["/v1/models"] = (404, "no such page")
-    assert "give --model" in refused(capsys, url)
+    assert "set --model" in refused(capsys, url)
     assert main([*url, *few, "--vocab-size", "50", "--model", "any"]) == 0
     assert server.bodies[-1]["model"] == "any"
 

@@ -91,7 +91,7 @@ def test_models_that_read_no_boxes_refuse_them(tmp_path: Path) -> None:
     make_encoder_checkpoint(ENCODER_SHAPES["bert"], tmp_path)
     with (
         closing(LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu", dtype="float32")) as llm,
-        pytest.raises(InvalidRequestError, match="reads no boxes: leave bbox out"),
+        pytest.raises(InvalidRequestError, match=r"does not read boxes\. Remove bbox"),
     ):
         llm.embed(TokenInput(IDS, bbox=BOXES))
 
@@ -171,10 +171,10 @@ def test_masks_by_boxes(tmp_path: Path) -> None:
     assert [found["score"] for found in item["masks"][0]] == pytest.approx(best.values.tolist(), rel=1e-4)
     assert api.ask("/v1/fill-mask", input=ids)["data"] != [item]
     text = api.refused("/v1/fill-mask", input=["a [MASK]", ids], bbox=[boxes, boxes])
-    assert "bbox goes with token ids, and input 0 is none" in text["message"]
+    assert "bbox needs token ids, but input 0 is not" in text["message"]
     assert api.refused("/v1/score", text_1="a", text_2="b", bbox=boxes)["code"] == "unsupported_parameter"
     chat = api.refused("/v1/embeddings", messages=[{"role": "user", "content": "a"}], bbox=[[0, 0, 0, 0]])
-    assert "bbox goes with token ids in input" in chat["message"]
+    assert "bbox is only allowed with token ids in input" in chat["message"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_masks_by_boxes(tmp_path: Path) -> None:
             "from 0 to 49, left not beyond right and upper not beyond lower; got [0, 0, 1,",
         ),
         ([[0, 0, 1, 10**18]] * 2, "from 0 to 49"),
-        ([None, None], "bbox has boxes for 2 inputs, and there are 1"),
+        ([None, None], "bbox has boxes for 2 inputs, but there are 1"),
     ],
 )
 def test_what_is_no_box_is_400(vectors: PoolingApi, boxes: Any, message: str) -> None:
@@ -209,4 +209,4 @@ def test_a_refusal_among_several_says_which(vectors: PoolingApi) -> None:
 def test_a_model_that_reads_no_boxes(tmp_path: Path) -> None:
     error = http("bert", tmp_path).refused("/v1/embeddings", input=[1], bbox=[[0, 0, 1, 1]])
     assert (error["param"], error["code"]) == ("bbox", "unsupported_parameter")
-    assert "tiny reads no boxes: leave bbox out" in error["message"]
+    assert "tiny does not read boxes. Remove bbox" in error["message"]

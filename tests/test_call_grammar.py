@@ -211,7 +211,7 @@ def test_where_nothing_must_be_there_is_no_grammar() -> None:
     own = {"fields": {"tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}}}
     parsing = AnswerReader(choose_formats("", response_template=own)).parsing(read_tools(loose, "required"), "")
     assert parsing is not None
-    with pytest.raises(ValueError, match=r"calls in the form of .*\(response_template\) cannot be enforced"):
+    with pytest.raises(ValueError, match=r"calls in the format of .*\(response_template\) cannot be enforced"):
         call_grammar(parsing, {})
 
 
@@ -617,12 +617,12 @@ def test_a_grammar_without_recursion_is_an_expression() -> None:
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        ('start: "(" start? ")"', "rule start leads back to itself"), ("start: a", "no rule a"), ("", "no rule start"),
-        ('start: ("a"', "not closed"), ('start: "a" )', "out of place"), ('start: "a" ~ b', "where a number"),
+        ('start: "(" start? ")"', "rule start is recursive"), ("start: a", "no rule a"), ("", "no rule start"),
+        ('start: ("a"', "not closed"), ('start: "a" )', "unexpected"), ('start: "a" ~ b', "where a number"),
         ('%ignore " "\nstart: "a"', "not supported"), ("start: $", "cannot be read"), ('"a"', "no rule in"),
         ('start: a a\na: b b\nb: c c\nc: "' + "x" * 20_000 + '"', "more than 50000 characters"),
         ("start: a a a\na:" + " b" * 100 + '\nb: "' + "x" * 20_000 + '"', "rules have more than 1000000 characters"),
-        ("//" + "x" * 50_000, "at most 50000 are read"),
+        ("//" + "x" * 50_000, "at most 50000 are allowed"),
     ],
 )  # fmt: skip
 def test_other_grammars_are_refused_with_a_reason(grammar: str, words: str) -> None:

@@ -217,7 +217,9 @@ def test_equal_titles_are_one(engines: Callable[..., Engine], tmp_path: Path, ca
     caplog.set_level(logging.INFO, "octavo")
     one = engines(catalogue=[f"titles={path}"])
     assert [(info.name, info.titles, info.longest) for info in one.info.catalogues] == [("titles", 4, 2)]
-    assert f"Catalogue titles: line 3 of {path} holds the title of line 1; 2 such titles are left out." in caplog.text
+    assert (
+        f"Catalogue titles: line 3 of {path} repeats the title of line 1; 2 repeated titles are ignored." in caplog.text
+    )
     assert f"Catalogue titles from {path}: 4 titles of up to 2 tokens" in caplog.text
     answers = run(one, [Job([1], SamplingParams(num_beams=8, n=4, constraint=CATALOGUE))])
     assert sorted(tuple(text[:-1]) for text in answers[0]) == [(3, 4), (5,), (5, 6), (6,)]
@@ -230,8 +232,8 @@ def test_equal_titles_are_one(engines: Callable[..., Engine], tmp_path: Path, ca
         (b"[" * 100_000, ", line 1 is not JSON"),
         (b'{"ids": [1]}\n7\n', ", line 2 must be a JSON string, or an object with text"),
         (b"null\n", ", line 1 must be a JSON string"),
-        (b'{"ids": [3]}\n{"name": "b"}\n', ", line 2 must hold either text or ids, got none of them."),
-        (b'{"text": "a", "ids": [3]}', ", line 1 must hold either text or ids, got text and ids."),
+        (b'{"ids": [3]}\n{"name": "b"}\n', ", line 2 must have either text or ids, got none of them."),
+        (b'{"text": "a", "ids": [3]}', ", line 1 must have either text or ids, got text and ids."),
         (b'{"text": ["a"]}', ", line 1 must be a JSON string"),
         (b'{"ids": [3, "4"]}', ", line 1: ids must be a list of integers, got [3, '4']."),
         (b'{"ids": [true]}', ", line 1: ids must be a list of integers"),
@@ -240,15 +242,15 @@ def test_equal_titles_are_one(engines: Callable[..., Engine], tmp_path: Path, ca
         (b'""', ", line 1: the title is empty."),
         (b'{"ids": [3]}\n"\xff"', ", line 2 is not UTF-8: byte 1 is 0xff."),
         (b'"a\\ud800"', ", line 1 is not valid Unicode: character 1 is the unpaired surrogate '\\ud800'."),
-        (b'{"ids": [3]}\n{"ids": [3, 307]}', ", line 2: token id 307 is outside of the vocabulary, which has ids 0 to"),
-        (b'{"ids": [3, -1]}', ", line 1: token id -1 is outside of the vocabulary"),
-        (b'{"ids": [4294967299]}', ", line 1: token id 4294967299 is outside of the vocabulary"),
+        (b'{"ids": [3]}\n{"ids": [3, 307]}', ", line 2: token id 307 is outside the vocabulary, which has ids 0 to"),
+        (b'{"ids": [3, -1]}', ", line 1: token id -1 is outside the vocabulary"),
+        (b'{"ids": [4294967299]}', ", line 1: token id 4294967299 is outside the vocabulary"),
         (b'{"ids": [3, 1%s]}' % (b"0" * 40), ", line 1: token id 1000000000000000000000000000000"),
-        (b'{"ids": [3]}\n{"ids": [3, 7, 4]}', ", line 2: the title holds token 7, which ends answers"),
-        (b'{"ids": [7]}', ", line 1: the title holds token 7, which ends answers"),
+        (b'{"ids": [3]}\n{"ids": [3, 7, 4]}', ", line 2: the title contains token 7, which ends answers"),
+        (b'{"ids": [7]}', ", line 1: the title contains token 7, which ends answers"),
         (
             b'{"ids": [3]}\n\n{"ids": [%s]}' % b",".join([b"3"] * 63),
-            ", line 3: the title has 63 tokens, and the longest",
+            ", line 3: the title has 63 tokens, but at most",
         ),
         (b'{"ids": [3]}\n"a"', ", line 2: the title is a text, and the model has no tokenizer"),
         (b"", " is empty; it must hold at least one title."),

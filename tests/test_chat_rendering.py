@@ -130,9 +130,9 @@ def test_templates_come_from_files_and_texts(tmp_path: Path) -> None:
     assert read_template(str(file)) == read_template(file.read_text()) == file.read_text()
     assert read_template("{{ raise_exception('no') }}")
     for given, words in (
-        ("chatlm", "must be a file or one of chatml, .*; there is no 'chatlm'. Did you mean chatml?"),
+        ("chatlm", "must be a file or one of chatml, .*, got 'chatlm'. Did you mean chatml?"),
         (str(tmp_path), "must be a file or one of"),
-        ("{% for m %}", "is no Jinja template: line 1"),
+        ("{% for m %}", "is not a valid Jinja template: line 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_template(given)

@@ -140,7 +140,7 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["server/config"], "unknown command 'server/config'; to serve that model: octavo serve server/config"),
         (["serve", "--prot", "80"], "unknown flag --prot; did you mean --port?"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
-        (["complete", "A", "cat"], "unexpected argument 'cat'; a text of several words belongs in quotation marks"),
+        (["complete", "A", "cat"], "unexpected argument 'cat'; put a text of several words in quotation marks"),
         (["complete", "x", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["complete", "x", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["complete", "x", "--temperature", "-1"], "--temperature must be at least 0.0, got -1.0"),
@@ -149,15 +149,15 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["complete", "x", "--top-k"], "--top-k: expected one argument"),
         (["complete", "x", "--min-tokens=9", "--max-tokens=3"], "--min-tokens (9) must not exceed --max-tokens (3)"),
         (["complete", "x", "--early-stopping", "nver"], "must be one of true, false, never, got 'nver'; did you mean"),
-        (["chat", "--model", "x"], "unknown flag --model: the model is named without one, after the command"),
-        (["chat", "--modle", "x"], "unknown flag --modle: the model is named without one, after the command"),
-        (["complete", "--prompt", "x"], "unknown flag --prompt: the prompt is named without one, after the command"),
-        (["chat", "--port", "9000"], "unknown flag --port: a server is named by --url http://HOST:PORT"),
-        (["bench", "serve", "--port", "9000"], "unknown flag --port: a server is named by --url http://HOST:PORT"),
+        (["chat", "--model", "x"], "unknown flag --model: give the model without a flag, after the command"),
+        (["chat", "--modle", "x"], "unknown flag --modle: give the model without a flag, after the command"),
+        (["complete", "--prompt", "x"], "unknown flag --prompt: give the prompt without a flag, after the command"),
+        (["chat", "--port", "9000"], "unknown flag --port: use --url http://HOST:PORT for a server"),
+        (["bench", "serve", "--port", "9000"], "unknown flag --port: use --url http://HOST:PORT for a server"),
         (["serve", "--demo", "caht"], "--demo must be one of chat, seq2seq, got 'caht'; did you mean chat?"),
         (["version"], "unknown command 'version'; did you mean --version?"),
         (["-V"], "unknown flag '-V'; did you mean --version?"),
-        (["bench"], "a kind is missing: serve and offline"),
+        (["bench"], "choose a kind: serve and offline"),
         (["bench", "ofline"], "unknown kind 'ofline'; did you mean offline?"),
         (["bench", "srve"], "unknown kind 'srve'; did you mean serve?"),
         (["bench", "--url", "x"], "--url must come after the kind"),
@@ -219,7 +219,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(DEMO_MODEL)]) == 0
     shown = capsys.readouterr().out
     assert "LlamaForCausalLM (LLaMA)" in shown
-    assert f"Serve it: octavo serve {DEMO_MODEL}; talk with it: octavo chat {DEMO_MODEL}" in shown
+    assert f"Serve it: octavo serve {DEMO_MODEL}; use it in the terminal: octavo chat {DEMO_MODEL}" in shown
     assert main(["models", str(DEMO_MODEL), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["supported"] is True
@@ -232,7 +232,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(DEMO_MODEL), *limits]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"pages +(\d+) of 16 tokens, 1\.0 MiB in \w+: (\d+) tokens", shown)
-    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time, at most 128 run in one step", shown)
+    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time; a step runs at most 128", shown)
     assert "MiB in int4" in shown
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
@@ -243,7 +243,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["supported"] is False
     assert main(["models", str(tmp_path / "nothing")]) == 1
-    assert "does not exist. Name one that holds config.json, or a model on the hub" in capsys.readouterr().err
+    assert "does not exist. Give a folder with config.json, or a model on the hub" in capsys.readouterr().err
     shutil.copytree(DEMO_MODEL, tmp_path / "my-model")
     assert main(["models", str(tmp_path / "my-modle")]) == 1
     assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
@@ -257,8 +257,8 @@ def test_models_reads_the_preprocessor_of_images(tmp_path: Path, capsys: pytest.
     assert main(["models", str(folder)]) == 0
     assert f"Serve it: octavo serve {folder}" in capsys.readouterr().out
     for values, problem in (
-        ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; implemented"),
-        ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, and the model reads 24 x 24"),
+        ({"image_processor_type": "BeitImageProcessor"}, "image_processor_type is 'BeitImageProcessor'; supported"),
+        ({"size": 30}, "the preprocessor makes images of 30 x 30 pixels, but the model reads 24 x 24"),
     ):
         (folder / "preprocessor_config.json").write_text(json.dumps(values))
         assert main(["models", str(folder)]) == 1

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def sentences(url: str, tokens: int) -> str:
 def test_run_serves_while_it_chats() -> None:
     port = unused_port()
     terminal = Terminal("run", "--port", str(port), "--temperature", "0")
-    terminal.wait_for(f"octavo-demo, at http://127.0.0.1:{port}. /help tells")
+    terminal.wait_for(f"octavo-demo, at http://127.0.0.1:{port}. /help lists")
     assert context(f"http://127.0.0.1:{port}") > 0
     taken = octavo("run", "--port", str(port))
     assert (taken.returncode, taken.stdout) == (1, "")
@@ -163,13 +164,13 @@ def test_the_speed_is_no_fiction_where_all_came_at_once(first: float, seconds: f
 
 
 def test_a_prompt_is_needed() -> None:
-    for given, said in (("", "what is piped in is empty"), ("\n", "what is piped in is empty")):
+    for given, said in (("", "stdin is empty"), ("\n", "stdin is empty")):
         run = octavo("complete", stdin=given)
         assert (run.returncode, run.stdout) == (2, "")
         assert said in run.stderr
     status, shown = in_terminal("complete")
     assert status == 2
-    assert 'a prompt is missing: octavo complete "Once upon a time", or pipe one in' in shown
+    assert 'no prompt. Give one: octavo complete "Once upon a time", or pipe one in' in shown
 
 
 def test_complete_prints_the_answer_as_json(url: str) -> None:
@@ -222,7 +223,7 @@ def test_a_model_is_loaded_where_nothing_serves(short_folder: Path) -> None:
     run = octavo("complete", "The sailor", "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8", **free)
     assert run.returncode == 0, run.stderr
     assert "No server answers at http://127.0.0.1:" in run.stderr
-    assert "so the bundled model is loaded here" in run.stderr
+    assert "loading the bundled model" in run.stderr
     assert run.stdout.strip()
     named = octavo(
         "complete", "The sailor", "--model", str(DEMO_MODEL), "--dtype", "float32", "--temperature", "0",
@@ -259,7 +260,7 @@ def test_models_that_are_not_there(url: str) -> None:
         (("x", "--model", "./nope"), "The folder nope does not exist"),
         (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),
         (("x", "--url", "ftp://x"), "--url must look like http://HOST:PORT"),
-        (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that is loaded here"),
+        (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that this command loads"),
         (("x", "--model", str(DEMO_MODEL), "--device", "gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (("x", "--url", url, "--max-tokens", "99999"), str(context(url))),
     ):
@@ -282,17 +283,18 @@ def test_an_encoder_decoder_model_completes() -> None:
     [
         (
             {"endpoints": ["/v1/completions"], "tasks": ["generate"]}, "chat",
-            "m has no chat template, so it knows no conversations. Use: octavo complete --url",
+            "m has no chat template, so it does not support conversations. Use: octavo complete --url",
         ),
         (
             {"endpoints": ["/v1/completions"], "tasks": ["generate"], "max_encoder_len": 9}, "chat",
-            "m is an encoder-decoder model, which turns one input into one output and knows no conversations. Use:",
+            "m is an encoder-decoder model and does not support conversations. Use:",
         ),
         (
             {"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "chat",
-            "m writes no texts: it is made for embed. Serve it (octavo serve) and ask the endpoints that it has: /v1",
+            "m does not generate text; its tasks are embed. Serve it (octavo serve) and use its endpoints: /v1",
         ),
-        ({"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "complete", "m writes no texts: it is made for embed"),
+        ({"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "complete", "m does not generate text; its tasks are "
+            "embed"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_made_for_it(card: dict[str, Any], command: str, said: str) -> None:
@@ -327,7 +329,7 @@ def test_what_a_server_may_do_wrong() -> None:
 
     for play, flags, out, said in (
         (cut, (), "begun\n", "closed the connection"),
-        (silent, ("--timeout", "2.5"), "\n", "was silent for 2.5 seconds (--timeout)"),
+        (silent, ("--timeout", "2.5"), "\n", "sent nothing for 2.5 seconds (--timeout)"),
         (failing, (), "\n", "It broke."),
         (full, (), "\n", "Too many requests wait."),
     ):
@@ -341,10 +343,10 @@ def test_what_a_server_may_do_wrong() -> None:
     with FakeServer() as server:
         server.other["/v1/models"] = (401, {"error": {"message": "no"}})
         run = octavo("complete", "x", "--url", server.url)
-        assert "wants an API key: give --api-key, or set OCTAVO_API_KEY" in run.stderr
+        assert "requires an API key. Set --api-key or OCTAVO_API_KEY" in run.stderr
         server.other["/v1/models"] = (200, "a page")
         run = octavo("complete", "x", "--url", server.url)
-        assert "lists no model: is that an OpenAI-compatible server? (--url)" in run.stderr
+        assert "lists no models. Is it an OpenAI-compatible server? (--url)" in run.stderr
 
 
 def test_a_server_that_goes_away_between_two_requests() -> None:
@@ -419,6 +421,40 @@ def test_reasoning_is_shown_and_is_no_part_of_the_answer() -> None:
     assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
 
 
+def test_a_terminal_wraps_words_and_keeps_what_is_typed_meanwhile() -> None:
+    typed = threading.Event()
+
+    async def slow(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.begin(writer)
+        for piece in ("The quick", " brown fox jumps", " over the la", "zy dog and", " runs away."):
+            server.event(writer, {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
+            await writer.drain()
+            while piece == "The quick" and not typed.is_set():
+                await asyncio.sleep(0.01)
+        server.event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        server.end(writer)
+        return True
+
+    with FakeServer() as server:
+        server.play = slow
+        terminal = Terminal("chat", "--url", server.url, COLUMNS="20", NO_COLOR="1")
+        terminal.wait_for("Ctrl-D leaves.")
+        terminal.wait_for("> ")
+        terminal.type("Hi\n")
+        terminal.wait_for("The")
+        terminal.type("/re")
+        typed.set()
+        answer = terminal.wait_for("away.").replace("\r", "")
+        assert answer == " quick brown fox\njumps over the lazy\ndog and runs away."
+        terminal.wait_for("> /re")
+        terminal.type("s\t")
+        terminal.wait_for("set")
+        terminal.type("\x15/set te\t")
+        terminal.wait_for("temperature")
+        terminal.type("\x15\x04")
+        assert terminal.end() == 0
+
+
 def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = f"Who sings?\n\n/save {saved}\n//slashed\n/reset\nWho sings?\n"
@@ -438,7 +474,7 @@ def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
         "chat", "--url", url, "--temperature", "0", stdin=f"/load {saved}\n/save {saved}\n/nope\n/set top_q 3\n"
     )
     assert run.returncode == 1
-    for said in ("2 messages are loaded", "exists: choose another name", "unknown command /nope", "did you mean top_"):
+    for said in ("Loaded 2 messages", "exists: choose another name", "unknown command /nope", "did you mean top_"):
         assert said in run.stderr
     assert run.stdout == ""
 
@@ -447,7 +483,7 @@ def test_a_long_chat_forgets_its_oldest_turns(url: str) -> None:
     lines = f"{sentences(url, context(url) // 3)}\n" * 4
     run = octavo("chat", "--url", url, "--temperature", "0", "--max-tokens", "16", stdin=lines)
     assert run.returncode == 0, run.stderr
-    assert f"no longer fit into the context of {context(url)} tokens" in run.stderr
+    assert f"the context of {context(url)} tokens is full" in run.stderr
     assert len(run.stdout.splitlines()) >= 4
 
 
@@ -501,9 +537,11 @@ def test_colours_in_a_terminal(url: str) -> None:
 
 
 def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
-    terminal = Terminal("chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1")
-    terminal.wait_for("so the bundled model is loaded here")
-    terminal.wait_for("loaded here. /help")
+    terminal = Terminal(
+        "chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1", OCTAVO_SHOW_PROGRESS="true"
+    )
+    terminal.wait_for("loading the bundled model")
+    assert "Loading 100% of the bundled model" in terminal.wait_for("loaded here. /help")
     terminal.wait_for("> ")
     terminal.type("Who sings?\n")
     terminal.wait_for("tokens/s")

@@ -115,8 +115,12 @@ def changed(folder: Path, **values: Any) -> Path:
         ("rms_norm_eps", math.nan, "rms_norm_eps must be a number above 0"),
         ("rms_norm_eps", 10**400, "rms_norm_eps must be a number above 0"),
         ("architectures", 7, "architectures must be a list of names, got 7"),
-        ("quantization_config", "awq", "quantization_config must be an object that says how weights are stored, such"),
-        ("quantization_config", [1], "got [1]. Leave it out where they are plain"),
+        (
+            "quantization_config",
+            "awq",
+            "quantization_config must be an object that describes the format of the weights, such",
+        ),
+        ("quantization_config", [1], "got [1]. Remove it if the weights are not quantized"),
         ("text_config", {"quantization_config": 4}, "quantization_config must be an object"),
         ("text_config", {"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 10000"),
     ],
@@ -149,7 +153,7 @@ def test_more_parameters_than_the_files_have_bytes_are_not_allocated(
 def test_positions_beyond_the_memory_are_not_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed(folder, max_position_embeddings=10_000_000)
     monkeypatch.setattr(loading, "available_memory", lambda: 100 << 20)
-    with pytest.raises(ModelLoadError, match=r"tables of 10000000 positions take .* Set a lower --max-model-len"):
+    with pytest.raises(ModelLoadError, match=r"tables of 10000000 positions take .* Lower --max-model-len"):
         make_engine(folder)
     make_engine(folder, max_model_len=64)
 

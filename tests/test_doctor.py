@@ -76,7 +76,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     checks = " ".join(line.split()[1] for line in lines[:-1])
     assert checks == "python torch threads kernels device model memory tokenizer chat port access engine open"
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
-    assert lines[-1] == "All is well."
+    assert lines[-1] == "No problems found."
 
 
 def test_a_failure_is_status_1_and_names_its_cure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -104,13 +104,13 @@ def test_where_quantised_weights_are_kept(tmp_path: Path) -> None:
     """Looking makes nothing."""
     cache = tmp_path / "cache"
     look = {"quantization": "int8", "device": "cpu", "quantization_cache": str(cache)}
-    assert examine(**look)["quantization cache"].found == f"kept in {cache}: 0 files, 0.0 bytes"
+    assert examine(**look)["quantization cache"].found == f"{cache}: 0 files, 0.0 bytes"
     assert not cache.exists()
     engine.LLM(str(DEMO_MODEL), show_progress=False, num_gpu_blocks_override=64, **look).close()
     (entry,) = cache.iterdir()
     (cache / "notes").write_text("of somebody")
     found = examine(**look)["quantization cache"].found
-    assert found == f"kept in {cache}: 1 file, {entry.stat().st_size / 2**20:.1f} MiB"
+    assert found == f"{cache}: 1 file, {entry.stat().st_size / 2**20:.1f} MiB"
     cache.chmod(0o777)
     text = warned(examine(**look)["quantization cache"])
     assert "other users can write to" in text
@@ -118,7 +118,7 @@ def test_where_quantised_weights_are_kept(tmp_path: Path) -> None:
     look["quantization_cache"] = str(entry / "folder")
     assert "cannot be written to" in warned(examine(**look)["quantization cache"])
     look["quantization_cache"] = "off"
-    assert "made at every start" in examine(**look)["quantization cache"].found
+    assert "not used" in examine(**look)["quantization cache"].found
     assert "quantization cache" not in examine(device="cpu")
 
 
@@ -169,7 +169,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, model: Path) -
     (model / "model.safetensors").unlink()
     findings = examine(model, device="cuda:3")
     text = failed(findings["device"])
-    assert "cuda:3 was asked for, and torch sees 0 GPUs: torch is a CPU build" in text
+    assert "cuda:3 was requested, but torch sees 0 GPUs: torch is a CPU build" in text
     assert "--device cpu" in text
     assert "holds no weights" in failed(findings["model"]), "the model is looked at all the same"
 
@@ -236,7 +236,7 @@ WRONG = "its results for 4 heads of 64 features over 2 are not ours"
         ({"layers": 28}, True, "ok", "torch's flash attention in 28 of 28 layers"),
         ({"layers": 5, "why": "attention has a window"}, True, "ok", "in 5 of 28 layers (attention has a window)"),
         ({"layers": 5, "why": WRONG, "wrong": True}, True, "warn", f"in 5 of 28 layers ({WRONG})"),
-        ({"why": WRONG, "wrong": True}, True, "warn", f"not used: {WRONG} -> Leave --flash-prefill out"),
+        ({"why": WRONG, "wrong": True}, True, "warn", f"not used: {WRONG} -> Remove --flash-prefill"),
         ({"layers": 28, "too_short": "steps have 2048"}, True, "warn", "not used: steps have 2048 -> Raise it"),
         ({"layers": 28, "too_short": "steps have 2048"}, False, "ok", "in 28 of 28 layers"),
     ],
@@ -282,7 +282,7 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])
     config.unlink()
-    assert "holds no config.json" in failed(examine(model)["model"])
+    assert "has no config.json" in failed(examine(model)["model"])
     config.write_text(json.dumps(whole))
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     text = failed(examine(model)["model"])
@@ -300,7 +300,7 @@ def test_a_model_on_the_hub_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("engine.model.hub.snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     findings = examine("org/name")
-    assert "org/name is not in the local cache yet -> The start downloads it" in warned(findings["model"])
+    assert "org/name is not in the local cache yet -> octavo serve downloads it" in warned(findings["model"])
     assert "memory" not in findings
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in failed(examine("org/name")["model"])
@@ -315,7 +315,7 @@ def test_a_model_without_words(model: Path) -> None:
     assert examine(model, skip_tokenizer_init=True)["tokenizer"].verdict == "ok"
     (model / "tokenizer.json").write_text("{")
     assert "cannot be loaded" in failed(examine(model)["tokenizer"])
-    assert "not looked at" in warned(examine(model, tokenizer="org/name")["tokenizer"])
+    assert "it was not checked" in warned(examine(model, tokenizer="org/name")["tokenizer"])
     other = model.parent / "other"
     hf_byte_tokenizer().save_pretrained(other)
     assert examine(model, tokenizer=str(other))["tokenizer"].verdict == "ok"
@@ -335,7 +335,9 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.weights == pytest.approx(2 * stored, rel=0.02), "float32, stored in bfloat16"
 
     assert doctor.check_memory(replace(facts, free=facts.weights + facts.pages + 2**31)).verdict == "ok"
-    assert "is little" in warned(doctor.check_memory(replace(facts, free=facts.weights + facts.pages)))
+    assert "are left for everything else" in warned(
+        doctor.check_memory(replace(facts, free=facts.weights + facts.pages))
+    )
     text = failed(doctor.check_memory(replace(facts, free=facts.weights + facts.pages - 1)))
     assert "--kv-cache-memory" in text
     monkeypatch.setattr("engine.execution.kv_cache.available_memory", lambda: facts.weights)
@@ -381,7 +383,7 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "cli.healthcheck.ask.__kwdefaults__", {"key": "", "most": 300, "timeout": 0.2}
         )  # it is silent
         text = failed(examine(port=port)["port"])
-    assert f"port {port}: Address already in use -> Choose another with --host and --port" in text
+    assert f"port {port}: Address already in use -> Choose another address with --host and --port" in text
     assert "No such file or directory" in failed(examine(uds=str(tmp_path / "absent" / "o"))["socket"])
     assert "cannot read" in failed(examine(ssl_certfile=str(tmp_path / "absent"))["certificate"])
 
@@ -412,12 +414,12 @@ def test_beside_one_s_own_octavo() -> None:
     with octavo_serves() as port:
         finding = examine(port=port)["port"]
     assert finding == Finding(
-        "port", "warn", "Octavo serves mine there already",
-        "Nothing, if this is to take its place. To run beside it, this needs another --port (OCTAVO_PORT).",
+        "port", "warn", "Octavo already serves mine there",
+        "No action needed if the new server replaces it. To run both, set another --port (OCTAVO_PORT).",
     )  # fmt: skip
     with octavo_serves(api_key=("secret",)) as port:
-        assert "Octavo serves mine there" in warned(examine(port=port, api_key=("secret", "other"))["port"])
-        assert "Octavo serves a model there" in warned(examine(port=port)["port"])
+        assert "Octavo already serves mine there" in warned(examine(port=port, api_key=("secret", "other"))["port"])
+        assert "Octavo already serves a model there" in warned(examine(port=port)["port"])
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"data": [{"id": "m", "owned_by": "vllm"}]}', b'{"data": [7]}', b"<p>"])
@@ -441,16 +443,16 @@ def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:
         raise doctor.StartupError("cannot listen on 127.0.0.1, port 80: Permission denied. Choose another.")
 
     monkeypatch.setattr(doctor, "Listener", refuse)
-    assert "Permission denied -> Ports below 1024 may need a privilege" in failed(examine(port=80)["port"])
+    assert "Permission denied -> Ports below 1024 may need root" in failed(examine(port=80)["port"])
 
 
 def test_who_gets_in(tmp_path: Path) -> None:
     assert "no API key is set" in warned(examine(host="0.0.0.0")["access"])
-    assert examine(host="0.0.0.0", api_key="secret")["access"] == Finding("access", "ok", "with an API key only")
+    assert examine(host="0.0.0.0", api_key="secret")["access"] == Finding("access", "ok", "an API key is required")
     keys = tmp_path / "keys"
     assert "cannot be read" in failed(examine(api_key_file=str(keys))["access"])
     keys.write_text("\n# none yet\n")
-    assert "holds no key" in failed(examine(api_key_file=str(keys))["access"])
+    assert "has no keys" in failed(examine(api_key_file=str(keys))["access"])
     keys.write_text("key-1\n")
     assert examine(api_key_file=str(keys))["access"].verdict == "ok"
 
@@ -463,7 +465,7 @@ def test_a_place_for_the_engines_socket(monkeypatch: pytest.MonkeyPatch) -> None
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 300))
     text = warned(examine(max_num_queued_reqs=1000)["open files"])
-    assert "300 for 1192 needed" in text, "the service raises the soft limit itself"
-    assert "ulimit -n 1192, as root" in text
+    assert "300; running and waiting requests need up to 1192" in text, "the service raises the soft limit itself"
+    assert "ulimit -n 1192 as root" in text
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert examine()["open files"].verdict == "ok"

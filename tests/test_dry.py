@@ -158,7 +158,7 @@ def test_special_tokens_are_what_texts_write() -> None:
 def test_without_a_tokenizer_there_are_no_breakers_but_none() -> None:
     one = BreakerTokens(lambda: None, 10)
     assert one.get([]) == Breakers()
-    with pytest.raises(InvalidRequestError, match=r"send dry_sequence_breakers: \[\]") as caught:
+    with pytest.raises(InvalidRequestError, match=r"Send dry_sequence_breakers: \[\]") as caught:
         one.get(None)
     assert caught.value.param == "dry_sequence_breakers"
 

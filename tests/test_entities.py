@@ -146,7 +146,7 @@ def test_a_window_has_as_many_tokens_as_the_model_takes(plain: tuple[LLM, Gliner
     llm = loaded(reference.path, max_model_len=24)
     (output,) = llm.entities(CORPUS[1], LABELS[:1], stride=1)
     assert output.num_windows > 1
-    with pytest.raises(InvalidRequestError, match=r"leave \d+ of 24 tokens \(max_model_len\) to the text") as refused:
+    with pytest.raises(InvalidRequestError, match=r"leave \d+ of 24 tokens \(max_model_len\) for the text") as refused:
         llm.entities(CORPUS[0], [*LABELS, "a", "b", "c", "d"])
     assert (refused.value.param, refused.value.code) == ("labels", "context_length_exceeded")
     llm.close()

@@ -354,5 +354,5 @@ def test_a_refusal_says_so_where_nothing_is_near() -> None:
 
 
 def test_a_config_without_architectures() -> None:
-    with pytest.raises(UnsupportedModelError, match=r'holds no "architectures"\. Name there .* `octavo models` lists'):
+    with pytest.raises(UnsupportedModelError, match=r'has no "architectures"\. Add the name .* `octavo models` lists'):
         families.build_spec(transformers.LlamaConfig())

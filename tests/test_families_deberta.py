@@ -280,7 +280,7 @@ def test_a_classifier_needs_its_head_and_its_tables(make: Callable[[str], Encode
     for name in ("pooler.dense.weight", "deberta.encoder.rel_embeddings.weight"):
         held = load_file(made.path / "model.safetensors")
         restore(made.path, lambda tensors, name=name: {key: tensors[key] for key in tensors if key != name})  # type: ignore[misc]
-        with pytest.raises(ModelLoadError, match=f"lacks tensors that its config asks for: {name}"):
+        with pytest.raises(ModelLoadError, match=f"lacks tensors that its config requires: {name}"):
             load(made.path)
         save_file(held, made.path / "model.safetensors")
     restore(made.path, lambda tensors: tensors | {"deberta.encoder.conv.conv.bias": torch.zeros(32)})

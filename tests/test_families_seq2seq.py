@@ -1100,7 +1100,7 @@ def test_an_unclear_head_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [SHARED, "model.decoder.layers.0.encoder_attn.k_proj.bias"])
 def test_missing_tensors_are_named(missing: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="lacks tensors that its config asks for: " + missing.replace(".", r"\.")):
+    with pytest.raises(ModelLoadError, match="lacks tensors that its config requires: " + missing.replace(".", r"\.")):
         rewritten("bart", tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != missing})
 
 

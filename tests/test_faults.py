@@ -89,8 +89,8 @@ def test_caches_on_a_full_disk(start: Start, tmp_path: Path, monkeypatch: pytest
     service.wait_ready()
     assert (tmp_path / "df").read_text().splitlines()[1].split()[1] == "64"
     log = service.log.read_text()
-    assert re.search(r"no native kernels, torch computes everything, which is slower: .+", log), log
-    assert "were made, but cannot be kept for the next start: " in log
+    assert re.search(r"No native kernels; torch computes everything, which is slower: .+", log), log
+    assert "cannot be kept for the next start: " in log
     assert len(ask(service)) == 5
     assert service.stop() == 0
     assert "Traceback" not in service.log.read_text()
@@ -328,7 +328,7 @@ def test_the_engines_socket_is_gone(start: Start, sockets: Path) -> None:  # noq
     assert stat.S_IMODE(another.stat().st_mode) == 0o700
     assert list(folder.iterdir()) == []
     folder.rmdir()
-    assert "The folder of the engine's socket cannot be used any more" in service.log.read_text()
+    assert "The folder of the engine's socket can no longer be used" in service.log.read_text()
     assert service.stop() == 0
     assert not another.exists()
 

@@ -91,10 +91,10 @@ def test_tensors_are_aligned_as_the_file_says(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no GGUF file: it begins with b''"),
-    "magic": (b"GGML" + WHOLE[4:], "is no GGUF file: it begins with b'GGML'"),
+    "empty": (b"", "is not a GGUF file: it begins with b''"),
+    "magic": (b"GGML" + WHOLE[4:], "is not a GGUF file: it begins with b'GGML'"),
     "no-version": (WHOLE[:6], "ends where its version should be: 4 bytes are needed from byte 4 on.*has 6"),
-    "version-1": (file_of(SOUND, TENSORS, DATA, version=1), "is GGUF version 1; versions 2 and 3 are read"),
+    "version-1": (file_of(SOUND, TENSORS, DATA, version=1), "is GGUF version 1; versions 2 and 3 are supported"),
     "version-9": (file_of(SOUND, TENSORS, DATA, version=9), "is GGUF version 9"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + WHOLE[8:], "is a big-endian GGUF file"),
     "truncated-metadata": (WHOLE[:60], "ends where|would have room"),
@@ -134,7 +134,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         file_of([entry("general.alignment", U32, struct.pack("<I", 3))], TENSORS, DATA),
         "general.alignment must be a power of two from 8 to 65536, but is 3",
     ),
-    "format": (file_of(SOUND, [tensor("one", (2,), kind=77)], DATA), "'one' is stored in the format 77, which is not"),
+    "format": (file_of(SOUND, [tensor("one", (2,), kind=77)], DATA), "'one' is stored in the unknown format 77"),
     "blocks": (file_of(SOUND, [tensor("one", (2, 31), kind=8)], DATA), "rows of 31 numbers.* 32 of a block of Q8_0"),
 }  # fmt: skip
 
@@ -160,7 +160,9 @@ def test_too_many_values_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(file_of(SOUND, [tensor("one", (256,), kind=16)], bytes(66)))
-    with pytest.raises(UnsupportedModelError, match=r"one is stored as IQ2_XXS, which is not read\. Read are F32"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"one is stored as IQ2_XXS, which is not supported\. Supported: F32"
+    ):
         check_readable(path, read_gguf(path).tensors["one"])
 
 

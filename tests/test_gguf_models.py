@@ -162,7 +162,7 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
                 assert torch.equal(dense, plain[name])
     assert any("k_proj" in name and kind == "q5_1" for name, kind in kinds.items())
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "quantization": "stored"}
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         engine = make_engine(path, **settings)
     found = {module.stored for module, _ in engine.runner.model.matrices("stored")}
     assert Parts(("int4", "q5_1", "q4_0"), (64, 32, 32)) in found
@@ -171,7 +171,7 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
     embedding, ids = engine.runner.model.decoder.embedding, torch.tensor([7, 0, 7])
     assert embedding.tokens.numel() == 0
     assert torch.equal(embedding.look_up(ids, torch.float32), plain["model.embed_tokens.weight"][ids])
-    assert "were taken as they are stored" in caplog.text
+    assert "are used as they are stored" in caplog.text
     assert "become int8" not in caplog.text
     prompt = random_prompt(KINDS["llama"].shape.vocab, 3, 40)
     small = logprobs(engine, prompt)
@@ -295,9 +295,9 @@ def test_one_of_plain_numbers_is_written_in_few_bits(
     monkeypatch.setattr(quantised_loading, "form_on", lambda _device, _kind: "portable")
     assert answers(tmp_path / "new", prompts, quantization=None) == answers(path, prompts, quantization="int8")
     write_file(tmp_path / "gpt2.gguf", KINDS["gpt2"], formats=("F16",))
-    with pytest.raises(UnsupportedModelError, match=r"has a place for matrices .* inputs are a multiple of 32"):
+    with pytest.raises(UnsupportedModelError, match=r"needs matrices .* inputs are a multiple of 32"):
         quantise_checkpoint(str(tmp_path / "gpt2.gguf"), tmp_path / "more", "int8", show_progress=False)
-    with pytest.raises(UnsupportedModelError, match=r"in few bits already \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
+    with pytest.raises(UnsupportedModelError, match=r"already quantized \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
         quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)
 
 
@@ -340,10 +340,10 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=rf"{wrong} does not exist\. Did you mean {meant}\?"):
             checkpoint.locate(str(wrong))
     (tmp_path / "b.gguf").symlink_to(llama)
-    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
+    with pytest.raises(ModelLoadError, match=r"contains 2 GGUF files \(a\.gguf, b\.gguf\)\. Choose one"):
         checkpoint.locate(str(tmp_path))
     (tmp_path / "a-00001-of-00002.gguf").symlink_to(llama)
-    with pytest.raises(ModelLoadError, match=r"holds 3 GGUF files \(a-0.*\): name one of them, such as .*/a\.gguf\."):
+    with pytest.raises(ModelLoadError, match=r"contains 3 GGUF files \(a-0.*\)\. Choose one, such as .*/a\.gguf\."):
         checkpoint.locate(str(tmp_path))
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -352,7 +352,7 @@ def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"a model in parts \(a-0.*--merge .*/a-00001-of-00002\.gguf WHOLE\."):
         checkpoint.locate(str(parts))
     (tmp_path / "x.gguf").write_text("nothing of the kind")
-    with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file: it begins with b'noth'"):
+    with pytest.raises(ModelLoadError, match=r"x\.gguf is not a GGUF file: it begins with b'noth'"):
         checkpoint.locate(str(tmp_path / "x.gguf"))
 
 
@@ -382,7 +382,7 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert "use llama.cpp's defaults, temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
     decoding = engine.info.decoding
     assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
-    assert f"{llama}: weights are stored as GGUF (Q8_0" in caplog.text
+    assert f"Weights of {llama}: GGUF (Q8_0" in caplog.text
     assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
     with caplog.at_level("INFO", logger="octavo.server"):
         log_facts(engine.info, None, "tiny")
@@ -457,17 +457,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "architecture": (
         lambda w: put(w, "general.architecture", "mamba"),
-        r"mamba, which is not read.*Read are command-r, g",
+        r"mamba, which is not supported.*Supported: command-r, g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
-    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), .* and no model\."),
-    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"holds an importance matrix \(im"),
+    "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), not a model\."),
+    "older importance": (lambda w: put(w, "general.architecture", "imatrix"), r"is an importance matrix \(im"),
     "vocabulary": (
         lambda w: (w.tensors[0].clear(), w.add_token_list(["a", "b"])),
-        r"holds a vocabulary and no weights\. Name the model's own file",
+        r"contains a vocabulary and no weights\. Choose the file of the model",
     ),
     "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf holds no tensors\. Name"),
-    "kind": (lambda w: put(w, "general.type", "adapter"), r"holds no model: its general\.type is 'adapter'"),
+    "kind": (lambda w: put(w, "general.type", "adapter"), r"is not a model: its general\.type is 'adapter'"),
 }
 
 

@@ -94,11 +94,11 @@ def test_the_file_that_is_meant_is_downloaded_alone(wanted: str, file: str, hub:
         ("/mmproj*.gguf", "holds no GGUF file mmproj"),
         (
             ":IQ4_NL",
-            r"may be several files of org/tiny: one-IQ4_NL\.gguf, two-IQ4_NL\.gguf\. Name one: org/tiny/one-IQ4",
+            r"matches several files of org/tiny: one-IQ4_NL\.gguf, two-IQ4_NL\.gguf\. Choose one: org/tiny/one-IQ4",
         ),
         (
             ":F16",
-            r"Big/Tiny-F16-00001-of-00002\.gguf as 2 files\. Download them, and join them first: llama-gguf-split",
+            r"Big/Tiny-F16-00001-of-00002\.gguf in 2 parts\. Download and join them first: llama-gguf-split",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_hub_that_does_not_give_it(hub: Hub, capsys: pytest.CaptureFixture[str
     with pytest.raises(ModelLoadError, match="not complete in the local cache, and the hub cannot be reached"):
         find("org/tiny:Q8_0")
     hub.problem = errors.RepositoryNotFoundError("gone", response=response(404))
-    with pytest.raises(ModelLoadError, match=r"no model org/tiny .*HF_TOKEN"):
+    with pytest.raises(ModelLoadError, match=r"no public model org/tiny .*HF_TOKEN"):
         find("org/tiny:Q8_0")
     hub.cache.mkdir()
     with pytest.raises(NotDownloadedError, match=r"Q8_0 of org/tiny \(revision main\) is not in the local cache yet"):

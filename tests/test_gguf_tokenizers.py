@@ -155,7 +155,7 @@ def test_what_a_file_says_of_sampling(gguf: Any, tmp_path: Path, caplog: pytest.
     assert defaults.values == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     assert "mirostat=2, penalty_last_n=64, which Octavo does not implement" in caplog.text
     assert (
-        "sets no top_p or min_p: requests without a temperature use llama.cpp's defaults, top_p 0.95, min_p 0.05"
+        "does not set top_p or min_p: requests without a temperature use llama.cpp's defaults, top_p 0.95, min_p 0.05"
         in (caplog.text)
     )
 
@@ -174,7 +174,7 @@ def test_what_a_file_says_of_sampling(gguf: Any, tmp_path: Path, caplog: pytest.
 UNKNOWN = {
     "split": (byte_level, {"ggml__pre": "poro-chat"}, r"it splits texts by 'poro-chat' \(tokenizer\.ggml\.pre\)"),
     "no-split": (byte_level, {}, r"it does not say how texts are split \(tokenizer\.ggml\.pre is absent\)"),
-    "kind": (by_scores, {"ggml__model": "rwkv"}, r"its tokenizer\.ggml\.model is 'rwkv', and gpt2 and llama are known"),
+    "kind": (by_scores, {"ggml__model": "rwkv"}, r"its tokenizer\.ggml\.model is 'rwkv'; gpt2 and llama are supported"),
     "scores": (by_scores, {"ggml__scores": [0.0]}, r"it has 1 scores for \d+ tokens"),
     "twice": (by_scores, {"ggml__tokens": ["a", "a"]}, r"its vocabulary holds 'a' twice"),
     "merges": (byte_level, {"ggml__pre": "gpt-2", "ggml__merges": ["a b c"]}, r"its tokenizer\.ggml\.merges are"),

@@ -160,7 +160,7 @@ def test_vectors_as_they_are_asked_for(subject: Subject) -> None:
     assert pooled is not None
     assert torch.allclose(torch.tensor(pooled.values()[0]), vector / vector.norm(), atol=NEAR)
     if not engine.info.pooling_modes:
-        with pytest.raises(InvalidRequestError, match="has a head that makes its vectors"):
+        with pytest.raises(InvalidRequestError, match="has its own head for vectors"):
             engine.add_request("a", input, PoolingParams(task="embed", pooling="mean"))
         return
     engine.add_request("a", input, PoolingParams(task="embed", pooling="max"))

@@ -277,7 +277,7 @@ def test_encoder_and_decoder_have_all_positions_each(models: Models) -> None:
     ("source", "begin", "max_tokens", "param", "parts"),
     [
         (MAX_LEN + 1, 1, 1, "prompt", ("the prompt is too long", "225", "encoder", "224", "--max-model-len")),
-        (201, 1, 1, "prompt", ("201", "200", "max_num_batched_tokens", "encoded whole")),
+        (201, 1, 1, "prompt", ("201", "200", "max_num_batched_tokens", "encoded in one step")),
         (3, MAX_LEN, 1, "decoder_prompt", ("the decoder_prompt is too long", "224 tokens", "--max-model-len")),
         (3, 200, 25, "max_tokens", ("the decoder's beginning takes 200", "max_tokens is 25", "225", "224")),
     ],

@@ -45,10 +45,10 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         (CLOSED, None, "torch is a CPU build"),
         (None, None, "torch is a CPU build"),
         (CLOSED, "13.0", "needs an NVIDIA driver 580 or newer; it is 535.104.05"),
-        (CLOSED, "12.8", "shows it none"),
-        (OPEN, "13.0", "shows it none"),
-        (OPEN, "99.1", "shows it none"),
-        ("nothing that is known", "13.0", "shows it none"),
+        (CLOSED, "12.8", "shows no GPU"),
+        (OPEN, "13.0", "shows no GPU"),
+        (OPEN, "99.1", "shows no GPU"),
+        ("nothing that is known", "13.0", "shows no GPU"),
     ],
 )
 def test_what_prevents_it(text: str | None, cuda: str | None, said: str, loaded: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ def test_what_prevents_it(text: str | None, cuda: str | None, said: str, loaded:
     assert said in why
     assert fix.endswith(".")
     why, fix = gpus.obstacle(None, "7.0")
-    assert why == "torch is built for ROCm 7.0, and sees no AMD GPU"
+    assert why == "torch is built for ROCm 7.0 but sees no AMD GPU"
     assert "An NVIDIA GPU needs a CUDA build" in fix
 
 
@@ -95,8 +95,8 @@ def test_a_cpu_that_computes_instead_is_told(
         assert caplog.messages == []
         make_engine(path, device="auto").close()
     assert caplog.messages == [
-        "the CPU computes, although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, as "
-        "listed on pytorch.org."
+        "Running on the CPU although there is an NVIDIA driver: torch is a CPU build. Install a CUDA build of torch, "
+        "as listed on pytorch.org."
     ]
 
 
@@ -147,7 +147,9 @@ def test_what_keeps_kernels_from_a_gpu(
         assert TritonAttention.unsupported(Part(), torch.device("cuda:0")) == [f"triton attention: {said}"]
     assert found == said
     assert told in fix
-    assert caplog.messages == ([f"{said}: torch computes, slower. {fix}"] if said and version else [])
+    assert caplog.messages == (
+        [f"{said}: torch computes everything, which is slower. {fix}"] if said and version else []
+    )
 
 
 # ---------------------------------------------------------------- what nvidia-smi knows
@@ -190,16 +192,16 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     ("setting", "listed", "divided", "said", "told"),
     [
         ("", TWO, WHOLE, "CUDA_VISIBLE_DEVICES is '', which hides every GPU", "Unset it"),
-        ("-1", TWO, WHOLE, "is '-1', which hides every GPU", "by number or UUID"),
-        ("2", TWO, WHOLE, "is '2', of which '2' names no GPU", f"There are: 0 or {FIRST} (NVIDIA L4); 1 or {SECOND}"),
-        ("GPU-9", TWO, WHOLE, "of which 'GPU-9' names no GPU", "1 or GPU-1bb0 (NVIDIA H200)."),
-        ("GPU-1", TWO, WHOLE, "of which 'GPU-1' means several GPUs", "Unset it"),
-        ("0,0", TWO, WHOLE, "which names '0' twice", "Unset it"),
-        ("MIG-c6d9", DIVIDED, f"{FIRST}, Enabled", "'MIG-c6d9' names no GPU", f"its slice {SLICES[1]}"),
-        ("GPU-1b", TWO, WHOLE, "the NVIDIA driver shows it none", "docker run --gpus all"),
-        (None, TWO, WHOLE, "the NVIDIA driver shows it none", "docker run --gpus all"),
-        (None, TWO, f"{FIRST}, Enabled\n", f"NVIDIA L4 ({FIRST}) is to be divided (MIG)", "-mig 0"),
-        (None, DIVIDED, f"{FIRST}, Enabled\n", "the NVIDIA driver shows it none", "docker run"),
+        ("-1", TWO, WHOLE, "is '-1', which hides every GPU", "a number or UUID"),
+        ("2", TWO, WHOLE, "is '2', but '2' matches no GPU", f"Available: 0 or {FIRST} (NVIDIA L4); 1 or {SECOND}"),
+        ("GPU-9", TWO, WHOLE, "but 'GPU-9' matches no GPU", "1 or GPU-1bb0 (NVIDIA H200)."),
+        ("GPU-1", TWO, WHOLE, "but 'GPU-1' matches several GPUs", "Unset it"),
+        ("0,0", TWO, WHOLE, "which contains '0' twice", "Unset it"),
+        ("MIG-c6d9", DIVIDED, f"{FIRST}, Enabled", "'MIG-c6d9' matches no GPU", f"its slice {SLICES[1]}"),
+        ("GPU-1b", TWO, WHOLE, "the NVIDIA driver shows no GPU", "docker run --gpus all"),
+        (None, TWO, WHOLE, "the NVIDIA driver shows no GPU", "docker run --gpus all"),
+        (None, TWO, f"{FIRST}, Enabled\n", f"NVIDIA L4 ({FIRST}) has MIG enabled", "-mig 0"),
+        (None, DIVIDED, f"{FIRST}, Enabled\n", "the NVIDIA driver shows no GPU", "docker run"),
         (None, "", "", "nvidia-smi lists none", "docker run --gpus all"),
         ("1", None, WHOLE, "(CUDA_VISIBLE_DEVICES is '1'): nvidia-smi fails: Failed to initialize NVML", "nvidia-smi"),
     ],
@@ -247,7 +249,7 @@ def test_several_gpus(tool: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     tool(TWO)
     play_gpus(monkeypatch, FIRST, SECOND)
     facts = look_at(torch.device("cuda:1"), 0.9)
-    assert facts.chosen.startswith("cuda:1 (NVIDIA H200), one of 2 that torch sees")
+    assert facts.chosen.startswith("cuda:1 (NVIDIA H200), one of 2 GPUs")
     assert facts.warnings == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     play_gpus(monkeypatch, SECOND)
@@ -261,7 +263,7 @@ def test_several_gpus(tool: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("setting", "listed", "said"),
     [
-        ("1,2", TWO, "CUDA_VISIBLE_DEVICES is '1,2', of which '2' names no GPU: torch sees 1"),
+        ("1,2", TWO, "CUDA_VISIBLE_DEVICES is '1,2', but '2' matches no GPU: torch sees 1"),
         (",".join(SLICES), DIVIDED, "CUDA shows a process one slice alone (MIG): torch sees 1"),
     ],
 )
@@ -273,7 +275,7 @@ def test_fewer_gpus_than_were_named(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     ((found, fix),) = look_at(CUDA, 0.9).warnings
     assert said in found
-    assert "Correct it. There are: 0 or" in fix
+    assert "Correct it. Available: 0 or" in fix
 
 
 def test_memory_that_others_hold(tool: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +287,9 @@ def test_memory_that_others_hold(tool: Callable[..., None], monkeypatch: pytest.
     )
     play_gpus(monkeypatch, FIRST, SECOND, free=20)
     ((found, fix),) = look_at(CUDA, 0.9).warnings
-    assert found == ("Other processes have 60.00 GiB of cuda:0's 80.00 GiB (process 42 56.00 GiB, process 41 2.00 GiB)")
-    assert "allows 72.00 GiB with theirs: 12.00 GiB are left" in fix
-    assert fix.endswith("End them, or use another GPU (--device cuda:1 has 70.00 GiB free).")
+    assert found == ("Other processes use 60.00 GiB of cuda:0's 80.00 GiB (process 42 56.00 GiB, process 41 2.00 GiB)")
+    assert "allows 72.00 GiB including theirs, which leaves 12.00 GiB" in fix
+    assert fix.endswith("Stop them, or use another GPU (--device cuda:1 has 70.00 GiB free).")
     play_gpus(monkeypatch, FIRST, free=20)
     assert look_at(CUDA, 0.9).warnings[0][1].endswith("or use another GPU.")
 
@@ -310,5 +312,5 @@ def test_a_start_says_it_before_it_loads(
         starting.start(EngineConfig(model="/absent/model"))
     said = [record for record in caplog.records if record.name == "octavo.execution"]
     assert [record.levelname for record in said] == ["INFO", "WARNING"]
-    assert said[0].getMessage().startswith("the GPU is cuda:0 (NVIDIA H200), one of 2")
-    assert "End them, or use another GPU" in said[1].getMessage()
+    assert said[0].getMessage().startswith("GPU: cuda:0 (NVIDIA H200), one of 2")
+    assert "Stop them, or use another GPU" in said[1].getMessage()

@@ -68,7 +68,12 @@ def test_many_questions_of_one_text(api: PoolingApi) -> None:
         ({"question": [1], "context": "a"}, "question", "invalid_type", "list of strings"),
         ({"question": "a", "context": "b", "top_k": 0}, "top_k", "invalid_type", "greater than or equal to 1"),
         ({"question": "a", "context": "b", "max_seq_len": 49}, "max_seq_len", "invalid_value", "at most 48 tokens"),
-        ({"question": "a", "context": "b", "doc_stride": 48}, "doc_stride", "invalid_value", "never move on"),
+        (
+            {"question": "a", "context": "b", "doc_stride": 48},
+            "doc_stride",
+            "invalid_value",
+            "must be smaller than a window",
+        ),
         ({"question": "sea " * 50, "context": "b " * 9}, "question", "context_length_exceeded", "too long"),
         ({"question": "a", "context": "b" * (2**20 + 1)}, "context", "context_length_exceeded", "1048576 characters"),
         ({"question": "a", "context": ["sea " * 50000] * 2}, "context", "context_length_exceeded", "4096"),

@@ -158,7 +158,7 @@ def test_vllms_shape(api: Api) -> None:
         ({"q": {"type": "score", "criteria": ["calm"]}}, "ordered list of levels"),
         ({"q": {"type": "choice", "criteria": {str(i): None for i in range(27)}}}, "at most 26 options"),
         ({"q": {"type": "rank"}}, "must be one of choice, noul, score"),
-        ({"q": {"type": "noul"}}, "does not write the label 'yes' as one token"),
+        ({"q": {"type": "noul"}}, "does not encode the label 'yes' as a single token"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -91,7 +91,7 @@ def test_scores_of_more_than_an_answer_may_take(reference: GlinerFolder) -> None
     api.app.state.service = replace(api.app.state.service, settings=settings)
     answer = api.post("/v1/entities", input=CORPUS[1], labels=LABELS, threshold=0)
     assert answer.status_code == 400
-    assert "The scores of tokens take more than 1024 bytes" in answer.json()["error"]["message"]
+    assert "The scores of tokens need more than 1024 bytes" in answer.json()["error"]["message"]
 
 
 def test_other_models_say_what_they_are(tmp_path_factory: pytest.TempPathFactory, api: PoolingApi) -> None:

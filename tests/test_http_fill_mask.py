@@ -68,7 +68,7 @@ def test_token_ids(api: PoolingApi) -> None:
         ({"input": ""}, "input", "invalid_value", "must not be empty"),
         ({"input": []}, "input", "invalid_type", "none empty"),
         ({"input": {"word": "[MASK]"}}, "input", "invalid_type", "must be a string"),
-        ({"input": {"image": "[MASK]"}}, "input", "unsupported_input", "reads no images"),
+        ({"input": {"image": "[MASK]"}}, "input", "unsupported_input", "does not read images"),
         ({"input": "no mask"}, "input", "no_mask_token", "[MASK]"),
         ({"input": "the <mask> poet"}, "input", "no_mask_token", "[MASK]"),
         ({"input": ["a [MASK]", "none"]}, "input", "no_mask_token", "input[1]"),

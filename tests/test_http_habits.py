@@ -192,6 +192,7 @@ def test_as_much_as_leaves_room_for_the_answer() -> None:
     assert len(asked(prompt="x" * 3 * longest, truncate_prompt_tokens=-1, max_tokens=5)) == longest - 5
     assert len(asked(prompt="x" * 3_000_000, truncate_prompt_tokens=-1, max_tokens=5)) == longest - 5
     assert len(asked(prompt=[1] * 3 * longest, truncate_prompt_tokens=-1, max_tokens=5)) == longest - 5
+    assert len(asked(prompt=[1] * 3 * longest, truncate_prompt_tokens=-1)) == longest - 16, "the usual answer"
 
 
 @pytest.mark.parametrize("wrong", [0, -2, 10**6])
@@ -208,4 +209,9 @@ def test_a_conversation_that_is_cut() -> None:
     assert body["usage"]["prompt_tokens"] == 4
     long = [{"role": "user", "content": "x" * 5000 + "y"}]
     assert ChatApi().chat(messages=long, truncate_prompt_tokens=-1, max_tokens=4).status_code == 200
+    api = ChatApi()
+    assert api.chat(messages=long, truncate_prompt_tokens=-1).status_code == 200
+    ((source, params),) = api.client.asked.values()
+    longest = api.client.info.max_model_len
+    assert (len(source.token_ids), params.max_tokens) == (longest - min(256, longest // 4), min(256, longest // 4))
     assert error(ChatApi().chat(messages=long))["code"] == "context_length_exceeded"

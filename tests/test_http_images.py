@@ -152,15 +152,15 @@ def as_base64(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "problem", "code"),
     [
-        ("http://127.0.0.1:9/cat.png", "images are not fetched", "image_url_not_fetched"),
-        ("https://example.org/cat.png", "images are not fetched", "image_url_not_fetched"),
-        ("file:///etc/hostname", "images are not fetched", "image_url_not_fetched"),
+        ("http://127.0.0.1:9/cat.png", "images are not downloaded", "image_url_not_fetched"),
+        ("https://example.org/cat.png", "images are not downloaded", "image_url_not_fetched"),
+        ("file:///etc/hostname", "images are not downloaded", "image_url_not_fetched"),
         (as_base64(bomb(20_000, 20_000)), "max_image_pixels", "image_too_large"),
         (as_base64(bomb(2**31 - 1, 2**31 - 1)), "max_image_pixels", "image_too_large"),
         ("A" * (14 * 2**20), "max_image_bytes", "image_too_large"),
         (as_base64(b"GIF89a nothing of the kind"), "cannot be read", "invalid_image"),
         (as_base64(file_of(picture(1), "PNG")[:500]), "damaged", "invalid_image"),
-        ("?", "no valid base64", "invalid_image"),
+        ("?", "not valid base64", "invalid_image"),
     ],
 )
 def test_uploads_that_are_refused(apis: Callable[[str], Api], content: str, problem: str, code: str) -> None:
@@ -239,7 +239,7 @@ def test_too_many_images(apis: Callable[[str], Api], monkeypatch: pytest.MonkeyP
     image = {"image": data_url(picture(1, 1, 1))}
     found = apis("vit").error(CLASSIFY, input=[image] * 3)
     assert found["code"] == "too_many_images"
-    assert "has 3 images, and at most 2 of this model's size" in found["message"]
+    assert "has 3 images, but at most 2 images of this model's size" in found["message"]
     assert len(apis("vit").ask(CLASSIFY, input=[image] * 2)["data"]) == 2
 
 
@@ -250,7 +250,7 @@ def test_inputs_of_kinds_that_a_model_does_not_read(apis: Callable[[str], Api]) 
     answer = clip.post(CLASSIFY, input={"image": data_url(picture(1))})
     assert answer.json()["error"]["code"] == "unsupported_endpoint"
     refused = clip.post(EMBED, input={"image": data_url(picture(1))}, pooling="mean")
-    assert "has a head that makes its vectors" in refused.json()["error"]["message"]
+    assert "has its own head for vectors" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

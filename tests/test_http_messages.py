@@ -288,7 +288,7 @@ def with_block(block: Any, role: str = "user") -> dict[str, Any]:
         (asking([{"role": [], "content": "a"}]), "messages[0].role"),
         (asking([{"role": "user", "content": []}]), "messages[0].content"),
         (with_block({"type": "smell"}), "messages[0].content[0].type is 'smell'"),
-        (with_block({"type": "redacted_thinking", "data": "x"}, "assistant"), "something to read"),
+        (with_block({"type": "redacted_thinking", "data": "x"}, "assistant"), "with content"),
         (with_block({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "not supported here; only text, image"),
         (with_block({"type": "tool_result", "content": "a"}), "messages[0].content[0].tool_use_id"),
         (with_block({"type": "tool_use", "id": "a", "name": "b"}, "assistant"), "content[0].input must be an object"),

@@ -191,7 +191,7 @@ def test_a_process_that_starts_while_there_is_no_engine_serves_with_the_next(ser
     for _ in range(3):  # each restart waits longer
         os.kill(engine, signal.SIGKILL)
         engine = service.engine(but=engine)
-    wait_for(lambda: "in its place" in service.log.read_text(), "the process was not replaced")
+    wait_for(lambda: "has replaced it" in service.log.read_text(), "the process was not replaced")
 
     def back() -> bool:
         with ThreadPoolExecutor(8) as pool:
@@ -228,7 +228,7 @@ def test_a_process_that_is_killed_is_replaced_and_loses_only_its_own_streams(ser
     assert counted(service, "octavo_kv_pages")["held"] == 0
     assert counted(service, "octavo_request_success_total")["length"] == 9 - lost
     # All eight places are free, and the new process takes its part.
-    wait_for(lambda: "in its place" in service.log.read_text(), "the new one does not serve")
+    wait_for(lambda: "has replaced it" in service.log.read_text(), "the new one does not serve")
     with ExitStack() as stack:
         again = Streams(service, 8, stack, max_tokens=50)
         assert new in again.servers
@@ -256,7 +256,7 @@ def test_limits_of_keys_hold_over_both_processes(services: Any, tmp_path: Path) 
     # New keys count in both.
     keys.write_text("a-new-key\n")
     service.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: service.log.read_text().count("have been read again") == 2, "the keys were not read")
+    wait_for(lambda: service.log.read_text().count("reloaded the API keys") == 2, "the keys were not read")
     new = {"Authorization": "Bearer a-new-key"}
     assert {complete(service, max_tokens=1, headers=new).status_code for _ in range(6)} == {200}
     assert {complete(service, max_tokens=1, headers=one).status_code for _ in range(6)} == {401}
@@ -270,7 +270,7 @@ def test_what_is_told_to_all_while_a_process_starts_harms_nothing(services: Any,
     for again in range(1, 4):
         os.kill(fronts(service)[0], signal.SIGKILL)
         late = time.monotonic() + PATIENCE
-        while service.log.read_text().count("in its place") < again:  # the news comes at any moment of the start
+        while service.log.read_text().count("has replaced it") < again:  # the news comes at any moment of the start
             assert time.monotonic() < late, "the process was not replaced"
             service.process.send_signal(signal.SIGHUP)
             time.sleep(0.0005)

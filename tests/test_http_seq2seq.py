@@ -303,12 +303,12 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tgt_lang": "de_XX"}, "tgt_lang", "does not know the language 'de_XX'; it knows de_DE, "),
+        ({"tgt_lang": "de_XX"}, "tgt_lang", "does not have the language 'de_XX'; it has de_DE, "),
         ({"src_lang": "English"}, "src_lang", "en_XX, "),
         ({"src_lang": "en_XX", "prompt": [5, 6]}, "src_lang", "token ids"),
         ({"src_lang": "en_XX", "add_special_tokens": False}, "src_lang", "add_special_tokens"),
-        ({"tgt_lang": "de_DE", "forced_bos_token": "ro_RO"}, "tgt_lang", "send one of them"),
-        ({"forced_bos_token": 5, "forced_bos_token_id": 5}, "forced_bos_token_id", "send one of them"),
+        ({"tgt_lang": "de_DE", "forced_bos_token": "ro_RO"}, "tgt_lang", "Send only one of them"),
+        ({"forced_bos_token": 5, "forced_bos_token_id": 5}, "forced_bos_token_id", "Send only one of them"),
         ({"forced_bos_token": "nonesuch"}, "forced_bos_token", "'nonesuch'"),
         ({"forced_bos_token": 100_000}, "forced_bos_token", "token ids must be from 0 to"),
         ({"forced_bos_token": -1}, "forced_bos_token", "token ids must be from 0 to"),
@@ -378,7 +378,7 @@ def test_tokenize_and_detokenize(t5: Api) -> None:
 def test_the_log_says_what_fits(t5: Api) -> None:
     log = t5.service.log.read_text()
     assert f"encoder-decoder, prompts of up to {MAX_LENGTH} tokens, answers of up to {MAX_LENGTH}." in log
-    assert f"{PAGES * BLOCK / (2 * MAX_LENGTH):.1f} of {2 * MAX_LENGTH} tokens" in log
+    assert f"{PAGES * BLOCK / (2 * MAX_LENGTH):.1f} requests of {2 * MAX_LENGTH} tokens" in log
 
 
 def test_doctor(t5: Api, mbart: Api) -> None:

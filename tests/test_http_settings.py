@@ -207,7 +207,7 @@ def test_a_demo_and_a_model_are_one_too_many(
     with pytest.raises(ConfigError, match="some/model") as problem:
         load(arguments, environ)
     assert str(problem.value) == (
-        f"{begins} is a bundled model, but MODEL is set as well, to 'some/model': leave one of them out."
+        f"{begins} selects a bundled model, but MODEL is also set, to 'some/model'. Remove one of them."
     )
 
 
@@ -258,14 +258,14 @@ def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., Loaded]
         (["--root-path", "llm"], {}, "--root-path must be a path such as /llm"),
         (["--forwarded-allow-ips", "10.0.0.1/8"], {}, "got '10.0.0.1/8': 10.0.0.1/8 has host bits set"),
         (["--ssl-keyfile", "k"], {}, "--ssl-keyfile is set, but ssl_certfile is not"),
-        (["--enable-prefix-caching=false"], {}, "takes no value; to switch it off, use --no-enable-prefix-caching"),
+        (["--enable-prefix-caching=false"], {}, "takes no value; use --no-enable-prefix-caching to switch it off"),
         (["--seed", "9" * 30], {}, "--seed must be at most 9223372036854775807, got 999"),
         (["--max-num-beams", "9" * 30], {}, "--max-num-beams must be at most 9223372036854775807, got 999"),
         (["--max-num-seq", "3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--max-model-length=3"], {}, "unknown flag --max-model-length; did you mean --max-model-len?"),
         (["--max_model_len", "3"], {}, "unknown flag --max_model_len; did you mean --max-model-len?"),
         (["--warp-drive"], {}, "unknown flag --warp-drive ("),
-        (["--model", "m"], {}, "unknown flag --model: the model is named without one"),
+        (["--model", "m"], {}, "unknown flag --model: give the model without a flag"),
         (["a", "b"], {}, "unexpected argument 'b'"),
         ([], {"OCTAVO_PORT": "http"}, "OCTAVO_PORT must be an integer from 0 to 65535, got 'http'"),
         ([], {"OCTAVO_ENABLE_PREFIX_CACHING": "perhaps"}, "OCTAVO_ENABLE_PREFIX_CACHING must be true or false"),
@@ -298,12 +298,12 @@ def test_a_wrong_value_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_model_length: 3", "max_model_length is no setting; did you mean max_model_len?"),
+        ("max_model_length: 3", "unknown setting max_model_length; did you mean max_model_len?"),
         ("max-num-seqs: 3\nmax_num_seqs: 4", "max_num_seqs is set twice"),
         ("port: 3\nport: 4", "line 2, column 1: port is set twice"),
-        ("config: other.yaml", "cannot name another one (config)"),
+        ("config: other.yaml", "cannot include another one (config)"),
         ("port: [3", "line 1, column 9: expected ',' or ']'"),
-        ("- port", "must hold lines such as max_num_seqs: 32, got a list"),
+        ("- port", "must contain lines such as max_num_seqs: 32, got a list"),
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
         ("revision: 2024", "revision in {path} must be a text, got 2024"),
         ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),
@@ -353,8 +353,8 @@ def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) 
     loaded = load([], environ)
     assert loaded.settings.port == 8000
     nothing, length, port = loaded.notes
-    assert nothing == "OCTAVO_ELSEWHERE_FLAG is no setting and is ignored."
-    assert length == "OCTAVO_MAX_MODEL_LENGTH is no setting and is ignored; did you mean OCTAVO_MAX_MODEL_LEN?"
+    assert nothing == "OCTAVO_ELSEWHERE_FLAG is an unknown setting and is ignored."
+    assert length == "OCTAVO_MAX_MODEL_LENGTH is an unknown setting and is ignored; did you mean OCTAVO_MAX_MODEL_LEN?"
     assert "Kubernetes" in port
     assert "tcp://10.1.1.1:80" in port
     assert load(["--port", "80"], environ).settings.port == 80
@@ -417,7 +417,7 @@ def test_wrong_values_are_config_errors() -> None:
         (name,) = values
         with pytest.raises(ConfigError, match=f"^{name} must"):
             ServerSettings(**values)
-    with pytest.raises(ConfigError, match="colour is no setting"):
+    with pytest.raises(ConfigError, match="unknown setting colour"):
         ServerSettings(colour="red")
     assert ServerSettings(root_path="/").root_path == ""
     assert ServerSettings(root_path="/a/b/").root_path == "/a/b"
@@ -461,7 +461,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for name in Settings.model_fields:
         assert f"({variable(name)})" in " ".join(text.split())
     assert {flag(name) for name in (*SERVICE, *ENGINE) if name != "model"} <= set(text.replace(",", "").split())
-    assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
+    assert "tokens per page of the KV cache. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
 
 
 def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,7 +474,7 @@ def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> Non
     places = [text.index(f"\n{title}:\n") for title in GROUPS]
     assert places == sorted(places)
     assert OTHER not in text
-    pages = text[places[list(GROUPS).index("the pages")] : places[list(GROUPS).index("where it listens")]]
+    pages = text[places[list(GROUPS).index("KV cache")] : places[list(GROUPS).index("address")]]
     assert "--kv-cache-memory" in pages
     assert "--max-num-seqs" not in pages
 

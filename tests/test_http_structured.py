@@ -144,7 +144,7 @@ def test_ends(api: Api, path: str) -> None:
         ),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with type json_object"),
         ({"response_format": {"type": "json_object", "schema": 123}}, "response_format", "must be a JSON schema"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", 'must hold "structures" and "triggers"'),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", 'must have "structures" and "triggers"'),
         ({"structured_outputs": {}}, "structured_outputs", "must hold exactly one of"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"regex": "a", "disable_additional_properties": True}}, "structured_outputs", "False"),

@@ -380,7 +380,7 @@ def test_time_that_cannot_suffice_is_refused_at_once() -> None:
         refused, patient = api.call(timeout="5"), api.call(timeout="500")
         await refused.wait_end()
         assert error(refused, 503)["code"] == "overloaded"
-        assert "its time is over" in refused.text
+        assert "its time limit ends" in refused.text
         assert int(refused.headers["retry-after"]) > 1
         while len(api.client.terms) < 2:
             await asyncio.sleep(0.001)

@@ -138,11 +138,11 @@ def test_the_bundled_model(bundled: Callable[..., Service]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/tokenize", {"prompt": "a" * 65536}, "it has 65537 tokens, and the limit is 65536"),
+        ("/tokenize", {"prompt": "a" * 65536}, "it has 65537 tokens, but the limit is 65536"),
         ("/tokenize", {"prompt": "a" * 200_000}, "the first 131072 of its 200000 characters have 131074 tokens"),
         ("/tokenize", {"prompt": "a" * 1_500_000}, "the first 131072 of its 1500000 characters"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 65536}]}, "it has 65538 tokens"),
-        ("/detokenize", {"tokens": [97] * 65537}, "it has 65537 tokens, and the limit is 65536"),
+        ("/detokenize", {"tokens": [97] * 65537}, "it has 65537 tokens, but the limit is 65536"),
     ],
 )
 def test_what_is_too_long_for_one_request_is_400(path: str, body: dict[str, Any], said: str) -> None:

@@ -115,7 +115,7 @@ def test_a_model_whose_input_names_the_target(small100: Api) -> None:
         (text,) = small100.texts(prompt=TEXTS[0], temperature=0, max_tokens=MOST, tgt_lang=target)
         assert text.strip() == wanted
     asked = {"prompt": TEXTS[0], "tgt_lang": "de"}
-    assert "leave it out" in small100.refused(**asked, src_lang="en")["message"]
+    assert "Remove it" in small100.refused(**asked, src_lang="en")["message"]
     assert small100.refused(**(asked | {"prompt": [5, 6]}))["param"] == "tgt_lang"
     assert small100.refused("/translate", q="sea", source="xx", target="de")["param"] == "source"
 
@@ -165,9 +165,9 @@ def test_languages(m2m100: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"source": "auto"}, "source", "must be told"),
-        ({"source": "eng_Latn"}, "source", "does not know the language 'eng_Latn'; it knows"),
-        ({"target": "auto"}, "target", "does not know"),
+        ({"source": "auto"}, "source", "does not detect languages"),
+        ({"source": "eng_Latn"}, "source", "does not have the language 'eng_Latn'; it has"),
+        ({"target": "auto"}, "target", "does not have"),
         ({"format": "html"}, "format", "format must be text, got 'html': markup"),
         ({"format": "xml"}, "format", "format must be text, got 'xml'"),
         ({"q": []}, "q", ""),

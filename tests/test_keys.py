@@ -75,9 +75,9 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
     ("content", "said"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"", "holds no key"),
-        (b"\n # one\n", "holds no key"),
-        (b"\xff\xfe\xfa", "is not a text in UTF-8"),
+        (b"", "has no keys"),
+        (b"\n # one\n", "has no keys"),
+        (b"\xff\xfe\xfa", "is not UTF-8 text"),
         (b"good\n\nsk secret\n", "line 3: word 2 is unknown; after a key may stand role, name, rpm, concurrency"),
         (b"good role=inference sk-secret", "line 1: word 3 is unknown"),
         (b"good secret=inference", "line 1: word 2 is unknown"),
@@ -93,14 +93,14 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
         (b"good rpm=1.5", "line 1: rpm= must be an integer"),
         ("good rpm=٣".encode(), "line 1: rpm= must be an integer"),
         (b"good concurrency=-1", "line 1: concurrency= must be an integer"),
-        (b"role=metrics name=secret", "line 1: it begins with role=, where the key should stand"),
+        (b"role=metrics name=secret", "line 1: it begins with role=, but the key must come first"),
         (
             b"secret\ngood\nsecret role=metrics",
-            "line 3: the same key stands on line 1, with other words; leave one out.",
+            "line 3: the same key is on line 1 with other options. Remove one of them.",
         ),
         (b"shared role=metrics", "line 1: the same key stands in api_key, with other words"),
-        ("schlüssel-secret".encode(), "line 1: the key is not of printable ASCII"),
-        (b"sk\x01secret\n", "line 1: the key is not of printable ASCII characters without spaces"),
+        ("schlüssel-secret".encode(), "line 1: the key must consist of printable ASCII"),
+        (b"sk\x01secret\n", "line 1: the key must consist of printable ASCII characters without spaces"),
     ],
 )
 def test_a_file_without_good_keys_prevents_the_start(content: bytes | None, said: str, tmp_path: Path) -> None:
@@ -259,14 +259,14 @@ def test_a_hangup_reads_the_file_again(hangup: None, tmp_path: Path, logged: Any
         file.write_text("two role=metrics\nthree\n")
         os.kill(os.getpid(), signal.SIGHUP)
         (said,) = await until(stream, 1)
-        assert (said["level"], said["event"]) == ("info", "SIGHUP: the API keys have been read again; there are 3.")
+        assert (said["level"], said["event"]) == ("info", "SIGHUP: reloaded the API keys; there are 3.")
         assert [ring.find(key) is not None for key in (b"fixed", b"one", b"two", b"three")] == [True, False, True, True]
         for broken in ("", "two secret", "two role=metrics\nthree role=secret"):
             file.write_text(broken)
             os.kill(os.getpid(), signal.SIGHUP)
             said = (await until(stream, len(lines(stream)) + 1))[-1]
             assert said["level"] == "error"
-            assert said["event"].startswith(f"SIGHUP: the API keys stay as they are: api_key_file ({file})")
+            assert said["event"].startswith(f"SIGHUP: the API keys were not reloaded: api_key_file ({file})")
             assert len(ring) == 3
         file.unlink()
         os.kill(os.getpid(), signal.SIGHUP)
@@ -387,7 +387,7 @@ def test_a_service_takes_new_keys_while_it_serves(tmp_path: Path) -> None:
             assert last == "data: [DONE]"
             file.write_text("new secret\n")
             service.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: "stay as they are" in service.log.read_text(), "the broken file was not noticed")
+            wait_for(lambda: "were not reloaded" in service.log.read_text(), "the broken file was not noticed")
             assert status("new", "/metrics") == 200
         assert service.engine() == engine
         assert service.stop() == 0
@@ -406,9 +406,13 @@ def test_a_hangup_without_a_file_never_ends_the_service(tmp_path: Path) -> None:
         service.process.send_signal(signal.SIGHUP)
         os.kill(engine, signal.SIGHUP)
         service.wait_ready()
-        wait_for(lambda: service.log.read_text().count("nothing to read again") == 1, "it was not said")
+        wait_for(
+            lambda: service.log.read_text().count("there is no file of API keys to reload") == 1, "it was not said"
+        )
         service.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: service.log.read_text().count("nothing to read again") == 2, "it was not said")
+        wait_for(
+            lambda: service.log.read_text().count("there is no file of API keys to reload") == 2, "it was not said"
+        )
         assert service.get("/health").status_code == 200
         assert service.engine() == engine
         assert service.stop() == 0

@@ -340,7 +340,7 @@ def test_an_address_that_is_taken_is_an_error_before_the_model_loads(name: str) 
 
 def test_models_with_an_encoder_have_no_events(tmp_path: Path) -> None:
     source = make_seq2seq_checkpoint(SHAPES["t5"], tmp_path / "t5")
-    with pytest.raises(ConfigError, match=r"decoders alone, and .* has an encoder"):
+    with pytest.raises(ConfigError, match=r"decoder-only models, but .* has an encoder"):
         make_engine(source.path, kv_events_config={"enable_kv_cache_events": True, "endpoint": "inproc://kv-t5"})
 
 

@@ -147,7 +147,7 @@ def test_convolutions_cannot_leave_masks_out(tmp_path: Path, caplog: pytest.LogC
     late = pylate_of(tmp_path / "m", encoder, {})
     with caplog.at_level(logging.WARNING):
         llm = load(late.path)
-    assert "a query is not filled up with masks" in caplog.text
+    assert "a query is not padded with masks" in caplog.text
     ids = tokenizer("water").input_ids
     (found,) = llm.score("water", "water")
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in ("[Q] ", "[D] ")]
@@ -237,7 +237,7 @@ def test_prompts_stand_behind_markers(tmp_path: Path) -> None:
         ({"query_maxlen": "32"}, "query_maxlen must be a whole number of tokens, got '32'"),
         (
             {"doc_token_id": "[unused7]"},
-            r"marks each document by the token '\[unused7\]', which its tokenizer does not",
+            r"marks each document with the token '\[unused7\]', which its tokenizer does not",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_what_the_log_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, logger="octavo.model"):
         load(stanford(tmp_path / "l2", {"similarity": "l2"}).path)
         load(stanford(tmp_path / "none").path)
-    assert "similarity is l2, which is not heeded" in caplog.text
+    assert "similarity is l2, which Octavo ignores" in caplog.text
     assert "artifact.metadata is missing" in caplog.text
 
 
@@ -282,7 +282,7 @@ def test_attended_is_for_such_models_alone(tmp_path: Path) -> None:
     filled, unfilled = (load(make(tmp_path / name, "pylate", name).path) for name in ("defaults", "unfilled"))
     params = PoolingParams(task="token_embed", attended=2, left_out=[0, 1])
     filled.engine.add_request("a", TokenInput([5, 6, 7, 8]), params)
-    with pytest.raises(InvalidRequestError, match="attended goes with token_embed"):
+    with pytest.raises(InvalidRequestError, match="attended is only for token_embed"):
         unfilled.engine.add_request("a", TokenInput([5, 6, 7, 8]), params)
     with pytest.raises(InvalidRequestError, match="left_out must be below the 4 tokens"):
         filled.engine.add_request("b", [5, 6, 7, 8], PoolingParams(task="token_embed", left_out=[4]))

@@ -91,7 +91,7 @@ def test_bad_words_are_not_written(llm: LLM) -> None:
     (kept,) = llm.generate(STORY, replace(GREEDY, bad_words=["was", "there"]))
     assert not {"was", "there"} & set(kept.outputs[0].text.split())
     assert llm.generate(STORY, replace(GREEDY, bad_words=[]))[0].outputs == free.outputs
-    with pytest.raises(InvalidRequestError, match="bad_words is for LLM and HTTP"):
+    with pytest.raises(InvalidRequestError, match="bad_words works in LLM and over HTTP only"):
         llm.engine.add_request("direct", [5], replace(GREEDY, bad_words=["was"]))
 
 
@@ -107,6 +107,8 @@ def test_long_prompts_are_cut(llm: LLM) -> None:
     longest = llm.engine.info.max_model_len
     (answer,) = llm.generate([ids * longest], replace(GREEDY, truncate_prompt_tokens=-1))
     assert len(answer.prompt_token_ids) == longest - 8
+    (answer,) = llm.generate([ids * longest], replace(GREEDY, max_tokens=None, truncate_prompt_tokens=-1))
+    assert len(answer.prompt_token_ids) == longest - 16, "there is room for the default length"
     rendered = llm.chat(QUESTION, GREEDY)[0].prompt_token_ids
     assert llm.chat(QUESTION, replace(GREEDY, truncate_prompt_tokens=4))[0].prompt_token_ids == rendered[-4:]
     with pytest.raises(InvalidRequestError, match=f"at most {longest} .max_model_len."):
@@ -174,7 +176,7 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template knows no tools"),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "does not accept .*: no such role"),
         (QUESTION, {"continue_final_message": True}, "contradict each other"),
-        (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "give one of them"),
+        (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "set only one of them"),
     ],
 )
 def test_other_conversations_are_refused(llm: LLM, messages: Any, more: dict[str, Any], words: str) -> None:
@@ -226,8 +228,8 @@ def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
         ("tensor_parallel_size", 2, "tensor_parallel_size must be 1, got 2: a model runs on one device"),
         ("trust_remote_code", True, "trust_remote_code must be None or False, got True: code of a checkpoint"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill must be None or True, got False"),
-        ("max_modle_len", 3, "LLM takes no max_modle_len; did you mean max_model_len?"),
-        ("wholly_unknown", 3, "LLM takes no wholly_unknown."),
+        ("max_modle_len", 3, "LLM has no argument max_modle_len; did you mean max_model_len?"),
+        ("wholly_unknown", 3, "LLM has no argument wholly_unknown."),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             LLM("there/is/no/model", **{name: value})

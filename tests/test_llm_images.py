@@ -93,9 +93,9 @@ def test_classes_of_images(classifier: tuple[ImageModel, LLM]) -> None:
     [
         (np.zeros((4, 4), np.uint8), r"shape \[height, width, 3\] and the type uint8, got \[4, 4\] of uint8"),
         (np.zeros((4, 4, 3), np.float32), r"got \[4, 4, 3\] of float32"),
-        (np.zeros((0, 5, 3), np.uint8), "no pixels: it is 5 x 0"),
-        (np.zeros((5, 0, 3), np.uint8), "no pixels: it is 0 x 5"),
-        (PIL.Image.new("RGB", (7, 0)), "no pixels: it is 7 x 0"),
+        (np.zeros((0, 5, 3), np.uint8), "empty: its size is 5 x 0"),
+        (np.zeros((5, 0, 3), np.uint8), "empty: its size is 0 x 5"),
+        (PIL.Image.new("RGB", (7, 0)), "empty: its size is 7 x 0"),
     ],
 )
 def test_arrays_that_are_no_images(classifier: tuple[ImageModel, LLM], array: Any, problem: str) -> None:
@@ -119,7 +119,7 @@ def test_a_preprocessor_that_does_not_fit(tmp_path: Path) -> None:
     text = file.read_text()
     file.write_text(text.replace('"height": 24', '"height": 32'))
     llm = LLM(str(model.path), device="cpu", dtype="float32", show_progress=False)
-    with pytest.raises(UnsupportedModelError, match="makes images of 32 x 24 pixels, and the model reads 24 x 24"):
+    with pytest.raises(UnsupportedModelError, match="makes images of 32 x 24 pixels, but the model reads 24 x 24"):
         llm.classify(picture(1))
     file.unlink()
     with pytest.raises(InvalidRequestError, match=r"has no preprocessor_config\.json"):

@@ -107,7 +107,7 @@ def test_a_guard_that_is_killed_is_replaced_and_leaves_when_it_is_told(watched: 
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
-    assert "starting another" in said
+    assert "ended and is restarted" in said
     wait_for(lambda: not is_running(second), "the guard has not ended")
 
 

@@ -91,9 +91,10 @@ def test_requests_that_come_fast_share_a_look(caplog: pytest.LogCaptureFixture) 
         assert not process.guard.exceeded()
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "The process has 300 MiB of memory, more than 200 MiB (max_api_memory): new requests are refused until it has "
-        "less.",
-        "The process has 150 MiB of memory again, and serves: it had too much for 1.5 s.",
+        "The HTTP process uses 300 MiB of memory, more than 200 MiB (max_api_memory): new requests are refused until "
+        "it "
+        "uses less.",
+        "The HTTP process uses 150 MiB of memory and accepts requests again after 1.5 s.",
     ]
 
 
@@ -101,7 +102,7 @@ def test_what_is_not_in_use_is_given_back_and_what_is_is_said(caplog: pytest.Log
     process, running = Process(), 1
 
     def complaints() -> int:
-        return sum("it answers nothing" in record.getMessage() for record in caplog.records)
+        return sum("it is idle" in record.getMessage() for record in caplog.records)
 
     async def looks(count: int) -> None:
         wanted = process.looks + count
@@ -155,7 +156,7 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_limit("2GiB") == 2048 * MIB
     for text in (0, "0", " 0 "):
         assert find_limit(ServerSettings(max_api_memory=text).max_api_memory) is None
-    with pytest.raises(ConfigError, match=r"max_api_memory is 300 MiB, but .* has 400 MiB already.*--max-api-memory"):
+    with pytest.raises(ConfigError, match=r"max_api_memory is 300 MiB, but .* already uses 400 MiB.*--max-api-memory"):
         find_limit("300MiB")
     with pytest.raises(ConfigError, match="max_api_memory must be a size"):
         ServerSettings(max_api_memory="much")
@@ -221,4 +222,4 @@ def test_a_service_with_too_much_memory_serves_again_once_it_is_freed(
     assert service.stop() == 0
     log = service.log.read_text()
     assert "new requests are refused" in log
-    assert "and serves" in log
+    assert "accepts requests again" in log

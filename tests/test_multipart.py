@@ -46,8 +46,8 @@ def test_other_types(kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no part"),
-        (b"--other--", "holds no part"),
+        (b"", "has no parts"),
+        (b"--other--", "has no parts"),
         (part("a", b"1"), "does not end"),
         (part("a", b"1")[:-5], "does not end"),
         (b"--b-1junk\r\n\r\n\r\n--b-1--", "does not end"),

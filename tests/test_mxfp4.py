@@ -131,5 +131,5 @@ def test_other_families_have_no_place_for_it(tmp_path: Path) -> None:
     build_reference(FAMILY_SHAPES["llama"]).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(UnsupportedModelError, match=r"quantised by mxfp4, which is not read of this family"):
+    with pytest.raises(UnsupportedModelError, match=r"quantized with mxfp4, which is not supported for this family"):
         read_config(tmp_path)

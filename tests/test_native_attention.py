@@ -633,10 +633,10 @@ def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixtu
         with native.use(None):
             assert isinstance(select("cpu", [Part()], torch.int8), TorchReference)
     assert [record.getMessage() for record in caplog.records] == [
-        "attention on cpu: native backend",
-        "attention on cpu: native backend",
-        "attention on cpu: torch backend; passed over: native (native attention has no content bias over int8 pages)",
-        "attention on cpu: torch backend; passed over: native (there is no native library)",
+        "Attention backend on cpu: native",
+        "Attention backend on cpu: native",
+        "Attention backend on cpu: torch; not usable: native (native attention has no content bias over int8 pages)",
+        "Attention backend on cpu: torch; not usable: native (there is no native library)",
     ]
     cuda = torch.device("cuda")
     assert NativeAttention.unsupported(Part(), cuda) == ["native attention runs on cpu; the device is cuda"]

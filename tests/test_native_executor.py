@@ -431,6 +431,6 @@ def test_what_torch_computes_between_two_calls_is_said_once(tmp_path: Path, capl
     with caplog.at_level("INFO", "octavo.model"), mock.patch.object(native_executor, "FUNCTIONS", ()):
         model.pack()
         read(model)
-    said = [record.message for record in caplog.records if "torch computes a part" in record.message]
+    said = [record.message for record in caplog.records if "torch computes these parts" in record.message]
     assert len(said) == 1
     assert "has no kernel" in said[0]

@@ -223,7 +223,10 @@ def test_an_engine_without_any_memory_says_so(ahead: bool, engines: Callable[...
     one = engines(async_scheduling=ahead)
     for number, job in enumerate(JOBS[:3]):
         add(one, str(number), job)
-    with shortage(one, lambda plan: True), pytest.raises(EngineDeadError, match=r"no step can .* CUDA out of memory"):
+    with (
+        shortage(one, lambda plan: True),
+        pytest.raises(EngineDeadError, match=r"steps can no longer .* CUDA out of memory"),
+    ):
         finish(one)
 
 

@@ -151,7 +151,7 @@ def test_readers_that_stall_lose_their_connection_and_slow_ones_do_not(service: 
         assert texts(received.result(PATIENCE)) == expected
     assert service.metric(aborted("stall")) == 2
     assert service.metric(aborted("disconnect")) == 0
-    assert service.log.read_text().count("took nothing for 8 seconds") == 2
+    assert service.log.read_text().count("did not read for 8 seconds") == 2
     assert all(client.is_reset() for client in never)
     wait_empty(service)
 

@@ -252,7 +252,7 @@ def test_a_signal_while_loading(signum: int, start: Callable[..., Service], load
     engine = service.engine()
     assert service.stop(signum) == 0
     assert not is_running(engine)
-    assert service.log.read_text().splitlines()[-1] == "octavo: stopped before it served."
+    assert service.log.read_text().splitlines()[-1] == "octavo: stopped before the model was loaded."
 
 
 def test_a_signal_while_the_engine_is_started(

@@ -142,7 +142,7 @@ def test_a_hung_engine_is_seen_and_replaced(start: Callable[..., Service], loadi
         wait_for(lambda: status(service, "/health/live") == 503, "/health/live did not see it")
         answer = running.result()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-    assert status(service, "/health/live") == 200, "it is being started again"
+    assert status(service, "/health/live") == 200, "is restarting"
     wait_back(service)
     assert not is_running(engine)
     assert ask(service, [97], max_tokens=3).status_code == 200

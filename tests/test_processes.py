@@ -258,13 +258,15 @@ def test_a_key_is_not_counted_for_a_request_that_has_ended_before(how: str) -> N
 def test_what_is_refused_tells_all_that_a_client_is_told() -> None:
     async def scenario() -> None:
         side = await Side(make_counts()).connect()
-        with pytest.raises(ApiError, match=r"9 prompts cannot be in the service at once: at most 8 can") as impossible:
+        with pytest.raises(
+            ApiError, match=r"The request has 9 prompts, but the service accepts at most 8"
+        ) as impossible:
             await side.gate.admit(9, 1)
         assert (impossible.value.status_code, impossible.value.param) == (400, "prompt")
         assert side.rejected == []
         for _ in range(8):
             await side.gate.admit(1, 1)
-        with pytest.raises(ApiError, match="The service is full: 8 prompts are in it") as full:
+        with pytest.raises(ApiError, match="The service is full: it has 8 prompts") as full:
             await side.gate.look()
         assert full.value.headers is not None
         assert int(full.value.headers["Retry-After"]) >= 1

@@ -232,8 +232,8 @@ def test_answers_are_the_same(
         quantised.clear()
         with caplog.at_level(logging.INFO, "octavo.model"):
             engine = make_engine(llama, quantization=kind, quantization_cache=setting)
-        (line,) = [record.getMessage() for record in caplog.records if "Quantised weights" in record.getMessage()]
-        assert line.startswith(f"Quantised weights ({kind}) were")
+        (line,) = [record.getMessage() for record in caplog.records if "Quantized weights" in record.getMessage()]
+        assert line.startswith(f"Quantized weights ({kind}) ")
         assert said in line
         assert bool(quantised) == (said != "read from")
         answers.append(run(engine, MIXED))
@@ -316,7 +316,7 @@ def test_a_damaged_entry_is_made_again(
     quantised.clear()
     assert_same(load(llama, None), load(llama, cache))
     assert quantised
-    assert f"{entry} is not used, but made again" in caplog.text
+    assert f"{entry} cannot be used and are made again" in caplog.text
     assert entry.read_bytes() == whole
     quantised.clear()
     load(llama, cache)
@@ -446,7 +446,7 @@ def test_a_folder_that_cannot_be_used(
                 monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with caplog.at_level(logging.INFO, "octavo.model"):
         found = load(llama, used)
-    (line,) = [record for record in caplog.records if "Quantised weights" in record.getMessage()]
+    (line,) = [record for record in caplog.records if "Quantized weights" in record.getMessage()]
     assert line.levelno == logging.WARNING
     assert "See --quantization-cache" in line.getMessage()
     assert re.search(said, line.getMessage())

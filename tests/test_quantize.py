@@ -87,9 +87,9 @@ def test_it_is_served_as_the_original_is_with_that_quantization(
         return found
 
     expected = answers(llama, quantization=kind)
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         assert answers(folder) == expected
-    assert f"Quantised weights ({kind}) of 8 matrices were taken as they are stored" in caplog.text
+    assert f"Quantized weights ({kind}) of 8 matrices are used as they are stored" in caplog.text
     assert answers(folder, quantization=kind) == expected
     assert answers(folder, quantization="none") != expected
     assert inspect_model(EngineConfig(model=str(folder), device="cpu")).quantization == kind
@@ -234,9 +234,9 @@ def test_other_checkpoints_of_the_format_are_taken_as_they_are(
         for device in ("cpu", "cuda")
     }
     assert defaults == {"cpu": "stored", "cuda": None}
-    with caplog.at_level("INFO", "octavo.model"):
+    with caplog.at_level("DEBUG", "octavo.model"):
         taken = load(folder, None, "int4")
-    assert "were taken as they are stored" in caplog.text
+    assert "are used as they are stored" in caplog.text
     assert_same(load(llama, None, "int4"), taken)
 
 
@@ -314,9 +314,9 @@ def not_finite(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (gpt2, r"has a place for matrices .* inputs are a multiple of 32, .*transformer\.h\.0.*--quantization"),
+        (gpt2, r"needs matrices .* inputs are a multiple of 32, .*transformer\.h\.0.*--quantization"),
         (unknown, "'LlamaForEverything' is not supported"),
-        (small, r"in few bits already \(compressed-tensors \(pack-quantized\)\)\. Serve it as it is"),
+        (small, r"already quantized \(compressed-tensors \(pack-quantized\)\)\. Serve it as it is"),
         (not_finite, rf"{LAYER}\.weight holds numbers that are not finite"),
         (lambda folder: str(folder), "does not exist"),
     ],
@@ -338,7 +338,7 @@ def test_a_file_in_the_place_of_the_folder(llama: Path, tmp_path: Path, capsys: 
     for content in ("", "something"):
         (tmp_path / "new").write_text(content)
         assert main(["quantize", str(llama), str(tmp_path / "new")]) == 1
-        assert f"{tmp_path / 'new'} is a file. Name a folder that is not there yet" in capsys.readouterr().err
+        assert f"{tmp_path / 'new'} is a file. Choose a folder that does not exist yet" in capsys.readouterr().err
         assert (tmp_path / "new").read_text() == content
 
 
@@ -351,7 +351,7 @@ def test_the_command(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found["quantization"], found["files"], found["matrices"]) == ("int4", 1, 14)
     assert found["bytes"] < found["bytes_before"]
     assert main(["quantize", str(llama), str(folder)]) == 1
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert main(["quantize", str(llama), str(tmp_path / "other")]) == 0
     assert "Serve them: octavo serve" in capsys.readouterr().out
     assert main(["models", str(folder)]) == 0

@@ -234,7 +234,7 @@ def test_one_too_many_at_a_time_does_not_count_in_the_minute() -> None:
 @pytest.mark.parametrize("name", ["key_requests_per_minute", "key_max_concurrency", "rate_limit_storage"])
 def test_limits_of_keys_need_keys(name: str) -> None:
     value: Any = "redis://localhost" if name == "rate_limit_storage" else 3
-    with pytest.raises(ConfigError, match=f"^{name} is set, but no API key is"):
+    with pytest.raises(ConfigError, match=f"^{name} is set, but there are no API keys"):
         ServerSettings(**{name: value})
     ServerSettings(api_key="a", **{name: value})
     ServerSettings(api_key_file="a", **{name: value})
@@ -250,7 +250,7 @@ def test_a_storage_of_another_kind_is_refused(url: str) -> None:
 def test_a_url_with_a_password_is_never_shown() -> None:
     settings = ServerSettings(api_key="a", rate_limit_storage="redis://:secret@host/0")
     assert "secret" not in repr(settings)
-    with pytest.raises(ConfigError, match="rate_limit_storage is not a URL") as refused:
+    with pytest.raises(ConfigError, match="rate_limit_storage is not a valid Redis URL") as refused:
         check_storage("redis://:secret@host:port/0")
     assert "secret" not in str(refused.value)
 
@@ -340,8 +340,9 @@ def test_without_redis_each_service_counts_its_own(
         now[0] += rates._AGAIN  # asked again, still in vain
         assert [(await service.take("tenant", 3)).allowed for _ in range(2)] == [True, False]
         assert [record.message for record in caplog.records if "in this process" in record.message] == [
-            "Redis, which counts the requests of API keys (rate_limit_storage), cannot be asked: ConnectionError. They "
-            "are counted in this process until it can."
+            "Redis (rate_limit_storage) does not answer: ConnectionError. Requests of API keys are counted in this "
+            "process "
+            "until it does."
         ]
         redis.start()
         assert not (await service.take("tenant", 3)).allowed  # not asked again yet

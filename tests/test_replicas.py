@@ -141,12 +141,12 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"max_num_seq": 4}, "max_num_seq is neither a setting nor an option.*max_num_seqs"),
+            ({"max_num_seq": 4}, "unknown setting or option max_num_seq;.*max_num_seqs"),
             ({"max_replicas": 0}, "max_replicas: .*got 0"),
-            ({"min_replicas": 2}, "max_replicas is 1, less than min_replicas"),
+            ({"min_replicas": 2}, r"max_replicas \(1\) must be at least min_replicas \(2\)"),
             ({"max_num_seqs": "many"}, "max_num_seqs must be"),
             ({"request_router": "random"}, "request_router: .*'prefix' or 'power-of-two'"),
-            ({"config": "file"}, "config is neither"),
+            ({"config": "file"}, "unknown setting or option config"),
             ({"port": 9000}, "port is Ray Serve's part.*http_options: port"),
             ({"response_store": "file"}, "response_store is Ray Serve's part"),
         ],

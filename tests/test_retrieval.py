@@ -223,7 +223,7 @@ def damage(file: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("code", "cannot be read as tensors"),
-        ("text", "no file that torch 1.6 or newer wrote"),
+        ("text", "was not written by torch 1.6 or newer"),
         ("inflated", r"holds 83\d+ bytes; of a linear layer at most 67108864"),
         ("view", "must hold the state of a linear layer"),
         ("names", "must hold the state of a linear layer"),

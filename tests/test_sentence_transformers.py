@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "lookalike": ([MEAN, of_type("sentence_transformers_own.Dense")], {}, "code from outside"),
     "not-first": ([], {"kind": "sentence_transformers.models.StaticEmbedding"}, "StaticEmbedding is not implemented"),
     "no-transformer": ([MEAN], {"kind": "sentence_transformers.models.Normalize"}, "must begin with a Transformer"),
-    "no-pooling": ([], {}, "has no Pooling, and the model has no head that classifies"),
+    "no-pooling": ([], {}, "has no Pooling module, and the model has no classification head"),
     "normalize-only": ([NORMALIZE], {}, "Normalize comes before any Pooling"),
     "dense-first": ([dense(HIDDEN, 4), MEAN], {}, "Dense comes before any Pooling"),
     "two": ([MEAN, pooling("cls")], {}, "more than one Pooling"),

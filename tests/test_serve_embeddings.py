@@ -155,8 +155,8 @@ def test_many_clients_at_once(encoder: Api) -> None:
 def test_what_the_log_and_the_doctor_say(encoder: Api, capsys: pytest.CaptureFixture[str]) -> None:
     log = encoder.service.log.read_text()
     assert re.search(rf"encoder-only, embed, token_embed, inputs of up to {MAX_LENGTH} tokens", log)
-    assert re.search(r"No KV cache: .* at most \d+ inputs of 2048 tokens together", log)
-    assert "Served: /v1/embeddings, /pooling, /v1/score, /v1/rerank." in log
+    assert re.search(r"No KV cache: .* at most \d+ of them with 2048 tokens together", log)
+    assert "Endpoints: /v1/embeddings, /pooling, /v1/score, /v1/rerank." in log
     assert "pages of" not in log
     assert main(["doctor", str(encoder.checkpoint.path), "--port", "0"]) == 0
     said = capsys.readouterr().out

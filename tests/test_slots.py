@@ -363,7 +363,7 @@ def few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servi
 def test_a_hundred_silent_connections_where_there_are_64_files(few_files: Service) -> None:
     service = few_files
     url = httpx.URL(service.wait_ready())
-    assert re.search(r"ulimit -n\) leaves room for \d+ connections", service.log.read_text())
+    assert re.search(r"ulimit -n\) allows \d+ connections", service.log.read_text())
     engine = service.engine()
     with ExitStack() as stack:
         for _ in range(100):

@@ -251,7 +251,7 @@ def test_the_log_has_each_end_once() -> None:
 
 
 def test_the_log_has_no_surprises() -> None:
-    killed = {"level": "error", "event": "The engine has died: the engine's process was killed by SIGKILL (perhaps)"}
+    killed = {"level": "error", "event": "The engine crashed: the engine's process was killed by SIGKILL (perhaps)"}
     assert checks.check_log([killed], Ledger()) == []
     assert checks.check_log([{"level": "info", "event": "e", "exception": "Traceback"}], Ledger()) == [
         "the log has 1 times: e"

@@ -94,12 +94,12 @@ def test_a_long_file_is_not_decoded() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no sound"),
-        (b"RIFF" + bytes(100), "no sound"),
-        (b"\x00\x01\x02\x03" * 500, "no sound"),
-        (b'{"audio": 1}', "no sound"),
+        (b"", "decoded as audio"),
+        (b"RIFF" + bytes(100), "decoded as audio"),
+        (b"\x00\x01\x02\x03" * 500, "decoded as audio"),
+        (b'{"audio": 1}', "decoded as audio"),
         (written(np.zeros(100, np.float32), form="AIFF"), "AIFF"),
-        (written(np.zeros(100, np.float32), 2_000), "2000 samples a second"),
+        (written(np.zeros(100, np.float32), 2_000), "2000 Hz"),
         (written(np.full(100, np.nan, np.float32), kind="FLOAT"), "no sound (infinite"),
         (written(np.zeros((10, 33), np.float32)), "33 channels"),
     ],
@@ -133,7 +133,7 @@ def test_a_wav_without_sound_may_hold_more() -> None:
 def test_what_breaks_off_is_refused(form: str, kind: str, left: float) -> None:
     data = written(sound(5.0), form=form, kind=kind)
     assert part_of(data).samples
-    with pytest.raises(ValueError, match="no sound that can be decoded" if form == "FLAC" else "breaks off"):
+    with pytest.raises(ValueError, match="cannot be decoded as audio" if form == "FLAC" else "is truncated"):
         part_of(data[: int(len(data) * left)])
 
 
@@ -169,7 +169,7 @@ def test_a_flac_that_does_not_say_its_length(length: int, channels: int) -> None
     assert part_of(data + b"TAG" + bytes(125)).seconds == part.seconds
     assert part_of(data, most=length / RATE * 0.9).samples == b""
     assert part_of(data * 2).seconds == pytest.approx(2 * length / RATE)
-    with pytest.raises(ValueError, match="does not say how long it is"):
+    with pytest.raises(ValueError, match="its length is unknown"):
         part_of(data[:-3])
 
 
@@ -219,7 +219,7 @@ def test_a_worker_decodes() -> None:
     async def run() -> DecodedPart:
         pool = WorkerPool()
         try:
-            with pytest.raises(RefusedError, match="no sound"):
+            with pytest.raises(RefusedError, match="decoded as audio"):
                 await pool.run("sound", SoundPart(b"x" * 100, RATE, 0, RATE, 60.0), DecodedPart, 20.0)
             return await pool.run("sound", asked, DecodedPart, 20.0)
         finally:
@@ -289,6 +289,6 @@ def test_a_joined_file_that_breaks_off_does_not_end_the_rest() -> None:
 @pytest.mark.parametrize(("form", "kind"), JOINED)
 def test_joined_files_that_differ_are_refused(form: str, kind: str) -> None:
     data = written(sound(1.0), form=form, kind=kind) + written(sound(1.0, 24_000), 24_000, form, kind)
-    with pytest.raises(ValueError, match="joined") as caught:
+    with pytest.raises(ValueError, match=r"several files|changes in the middle") as caught:
         part_of(data)
-    assert "one by one" in str(caught.value)
+    assert "separately" in str(caught.value)

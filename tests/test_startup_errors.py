@@ -56,12 +56,12 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "damaged or incomplete"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
     "missing shard": (lambda folder: shard(folder, "model-1.safetensors"), "lacks model-1.safetensors"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{no"), "config.json cannot be read"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json cannot be read"),
     "strange EOS": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
-        "holds 'x' where token ids belong",
+        "contains 'x' instead of token ids",
     ),
 }
 
@@ -115,10 +115,7 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
     with pytest.raises(ModelLoadError, match=rf"has {size + 1} tokens, but the model's vocabulary has {size}.*--token"):
         LLM(str(folder), tokenizer=str(tmp_path / str(size + 1)), **settings)
     llm = LLM(str(folder), tokenizer=str(tmp_path / str(size)), **settings)
-    assert (
-        f"1 added tokens beyond the model's vocabulary, whose ids are 0 to {size - 1}: '<image>' ({size})"
-        in caplog.text
-    )
+    assert f"1 added tokens outside the model's vocabulary (ids 0 to {size - 1}): '<image>' ({size})" in caplog.text
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     assert llm.generate("w1 w2", greedy)[0].prompt_token_ids == [1, 2]
     with pytest.raises(InvalidRequestError, match=f"token id {size}, but the vocabulary has ids 0 to {size - 1}"):
@@ -129,14 +126,14 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
 def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     monkeypatch.setattr(loading, "available_memory", lambda: size - 1)
-    assert f"take {size} bytes as torch.float32, but {size - 1} bytes of memory are free" in refusal(folder)
+    assert f"take {size} bytes as torch.float32, but only {size - 1} bytes of memory are free" in refusal(folder)
 
 
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 64}, {"kv_cache_memory": "1MiB"}], ids=str)
 def test_pages_that_exceed_the_memory(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 100_000)
     message = refusal(folder, **({"num_gpu_blocks_override": None} | settings))
-    assert "but 100000 bytes of memory are free" in message
+    assert "but only 100000 bytes of memory are free" in message
     assert "--" + next(iter(settings)).replace("_", "-") in message
 
 
@@ -151,7 +148,7 @@ def test_memory_that_runs_out_anywhere(error: Exception, folder: Path, monkeypat
 
     monkeypatch.setattr(weight_files, "safe_open", fail)
     message = refusal(folder)
-    assert "memory does not suffice" in message
+    assert "There is not enough memory" in message
     assert "--dtype" in message
 
 

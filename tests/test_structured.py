@@ -301,8 +301,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, "unknown name"),
     ({"grammar": 'rule ::= "a"'}, "the grammar has no rule root"),
-    ({"structural_tag": {"structures": []}}, 'must hold "structures" and "triggers"'),
-    ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is what '<f>' begins with"),
+    ({"structural_tag": {"structures": []}}, 'must have "structures" and "triggers"'),
+    ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is a prefix of '<f>'"),
 ]
 
 
@@ -498,7 +498,7 @@ def test_offline(model: Checkpoint) -> None:
         llm.close()
     llm = LLM(str(model.path), device="cpu", dtype="float32", show_progress=False, skip_tokenizer_init=True)
     try:
-        with pytest.raises(InvalidRequestError, match="structured output needs a tokenizer, and this model has none"):
+        with pytest.raises(InvalidRequestError, match="structured output needs a tokenizer, but this model has none"):
             llm.generate([[5, 6]], params)
     finally:
         llm.close()
@@ -524,6 +524,6 @@ except InvalidRequestError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "3",
-        "structured output needs the package llguidance, which is not installed where the model runs: "
+        "structured output needs the package llguidance, which is not installed on the server: "
         "pip install llguidance. structured_outputs",
     ]

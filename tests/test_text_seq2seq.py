@@ -135,7 +135,7 @@ def test_a_source_language_stands_where_the_tokenizer_puts_it(
             written = f"__{code}__" if write is m2m100_tokenizer else code
             assert mine.languages.id(code, "tgt_lang") == hf.convert_tokens_to_ids(written)
         hf.src_lang = codes[1]
-    with pytest.raises(InvalidRequestError, match="does not know the language 'xx_XX'; it knows") as unknown:
+    with pytest.raises(InvalidRequestError, match="does not have the language 'xx_XX'; it has") as unknown:
         mine.encode("a", src_lang="xx_XX")
     assert unknown.value.param == "src_lang"
 
@@ -152,7 +152,7 @@ def test_special_tokens_that_only_look_like_languages(tmp_path: Path) -> None:
     assert mine is not None
     assert mine.languages == Languages()
     assert (mine.token_id("a"), mine.token_id("b")) == (1, None)
-    with pytest.raises(InvalidRequestError, match="no tokens for languages"):
+    with pytest.raises(InvalidRequestError, match="no language tokens"):
         mine.encode("a", src_lang="en_XX")
 
 
@@ -180,9 +180,9 @@ def plain() -> Api:
     ("fields", "words"),
     [
         ({"decoder_prompt": "b"}, "end the prompt with"),
-        ({"forced_bos_token": 5}, "leave it out"),
-        ({"src_lang": "en_XX"}, "say in the prompt"),
-        ({"tgt_lang": "de_DE"}, "say in the prompt"),
+        ({"forced_bos_token": 5}, "remove it"),
+        ({"src_lang": "en_XX"}, "describe the task in the prompt"),
+        ({"tgt_lang": "de_DE"}, "describe the task in the prompt"),
     ],
 )
 def test_decoder_only_models_refuse_what_is_for_the_others(plain: Api, fields: dict[str, Any], words: str) -> None:

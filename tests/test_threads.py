@@ -159,7 +159,7 @@ def test_more_threads_than_cpus_are_a_warning(
     monkeypatch.setattr(cpus, "cpu_share", lambda: 1.5)
     with caplog.at_level(logging.WARNING, "octavo.engine"):
         make_engine(engine.config.model, threads=3).close()
-    assert "threads is 3 (--threads), but 1.5 CPUs may be used" in caplog.text
+    assert "threads is 3 (--threads), but only 1.5 CPUs are available" in caplog.text
     assert "Lower --threads." in caplog.text
     assert torch.get_num_threads() == 3
     caplog.clear()

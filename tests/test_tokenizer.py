@@ -141,7 +141,7 @@ def test_real_chat_templates_render_or_refuse() -> None:
 
 @pytest.mark.parametrize("name", ["no/such/folder", "../missing"])
 def test_a_path_that_is_neither_folder_nor_hub_id(name: str) -> None:
-    with pytest.raises(ModelLoadError, match="is no local folder"):
+    with pytest.raises(ModelLoadError, match="is not a local folder"):
         load_tokenizer(name)
 
 

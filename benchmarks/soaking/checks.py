@@ -183,7 +183,7 @@ def check_log(lines: Iterable[Mapping[str, Any]], ledger: Ledger) -> list[str]:
         elif seen and fate in _OUTCOMES and seen[0] not in _OUTCOMES[fate]:
             found.append(f"request {request_id} was {fate} to the client, and {seen[0]} to the server")
     for event, count in surprises.items():
-        if not event.startswith("The engine has died: the engine's process was killed by SIGKILL"):
+        if not event.startswith("The engine crashed: the engine's process was killed by SIGKILL"):
             found.append(f"the log has {count} times: {event[:300]}")
     return found
 

@@ -31,46 +31,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = DESCRIPTION
     add = parser.add_argument_group("server").add_argument
-    add("--url", default="http://127.0.0.1:8000", help="with or without /v1 [%(default)s]")
-    add("--model", help="its id (default: the first that the server lists)")
-    add("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
-    add("--api-key", help="(default: the first of OCTAVO_API_KEY)")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="that one request gets [%(default)g]")
-    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="answers token by token [on]")
-    add("--extra-body", metavar="JSON", help="an object whose fields are added to every body, and win")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the server, with or without /v1 [%(default)s]")
+    add("--model", help="model id (default: the first one that the server lists)")
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="endpoint to measure [%(default)s]")
+    add("--api-key", help="API key for the server (default: first key of OCTAVO_API_KEY)")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of a request [%(default)g]")
+    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream the answers [on]")
+    add("--extra-body", metavar="JSON", help="JSON object that is merged into every request body")
     add(
         "--return-token-ids",
         action=argparse.BooleanOptionalAction,
-        help="ask for token ids, by which tokens of one event are counted [on where Octavo or vLLM answers]",
+        help="request token ids, to count the tokens of each event exactly [on for Octavo and vLLM]",
     )
     add = parser.add_argument_group("load").add_argument
-    add("--num-requests", type=int, metavar="N", help="requests to measure [100; with --duration: no limit]")
-    add("--duration", type=float, metavar="SECONDS", help="send no more after that time; running requests finish")
+    add("--num-requests", type=int, metavar="N", help="number of measured requests [100; no limit with --duration]")
+    add("--duration", type=float, metavar="SECONDS", help="stop sending after this time; running requests finish")
     add_concurrency(add, "closed load: requests at a time [8]; several, as 1,2,4,8, are measured one after the other")
-    add("--request-rate", metavar="R", help="open load: requests per second on average; inf: all at once")
-    add("--burstiness", type=float, metavar="X", help="shape of the gaps: 1 Poisson, less burstier, more steadier [1]")
-    add("--warmup", type=int, default=1, metavar="N", help="requests before, which are not measured [%(default)s]")
-    add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and prompts [%(default)s]")
+    add("--request-rate", metavar="R", help="open load: average requests per second; inf sends all at once")
+    add(
+        "--burstiness",
+        type=float,
+        metavar="X",
+        help="distribution of arrivals: 1 is Poisson, below 1 burstier, above 1 steadier [1]",
+    )
+    add("--warmup", type=int, default=1, metavar="N", help="unmeasured requests before the run [%(default)s]")
+    add("--seed", type=int, default=0, metavar="N", help="seed of arrivals, lengths and prompts [%(default)s]")
     add = parser.add_argument_group("requests").add_argument
-    add("--input-len", metavar="LEN", help=f"{FORMS} [128]")
-    add("--output-len", metavar="LEN", help="the same; of answers [128]")
-    add("--prompts", choices=("ids", "text"), help="random token ids, or random words [ids; chat: text]")
-    add("--vocab-size", type=int, metavar="N", help="ids are below it (default: what /tokenize makes of a text)")
-    add("--prefix-len", type=int, default=0, metavar="N", help="tokens of a shared prefix before each input [0]")
-    add("--num-prefixes", type=int, metavar="N", help="different shared prefixes, one at random for each request [1]")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="answers of full length [on, except for texts]")
-    add("--trace", type=Path, metavar="FILE", help="JSON lines (Mooncake's fields, or prompts) or Azure's CSV")
-    add("--trace-speed", type=float, metavar="X", help="replay arrivals that many times as fast [1]")
-    add("--trace-scale", type=float, metavar="X", help="multiply the trace's lengths [1]")
-    add("--max-input-len", type=int, metavar="N", help="cut made inputs to that many tokens")
-    add("--max-output-len", type=int, metavar="N", help="cut output lengths to that many tokens")
+    add("--input-len", metavar="LEN", help=f"length of prompts in tokens: {FORMS} [128]")
+    add("--output-len", metavar="LEN", help="length of answers, in the same forms [128]")
+    add("--prompts", choices=("ids", "text"), help="random token ids or random words [ids; for chat: text]")
+    add("--vocab-size", type=int, metavar="N", help="upper bound of random token ids (default: derived from /tokenize)")
+    add(
+        "--prefix-len", type=int, default=0, metavar="N", help="length of a shared prefix of the prompts, in tokens [0]"
+    )
+    add("--num-prefixes", type=int, metavar="N", help="number of shared prefixes; each request takes one at random [1]")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="always generate the full output length [on, except for text prompts]",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="trace to replay: JSON lines in Mooncake's format or with prompts, or Azure's CSV",
+    )
+    add("--trace-speed", type=float, metavar="X", help="speed up the arrivals of the trace by this factor [1]")
+    add("--trace-scale", type=float, metavar="X", help="multiply the lengths of the trace by this factor [1]")
+    add("--max-input-len", type=int, metavar="N", help="limit for the length of generated prompts")
+    add("--max-output-len", type=int, metavar="N", help="limit for the length of answers")
     add = parser.add_argument_group("report").add_argument
-    add("--slo-ttft", type=float, metavar="MS", help="goodput: time to first token that a good request keeps")
-    add("--slo-tpot", type=float, metavar="MS", help="goodput: time per output token that a good request keeps")
-    add("--json", type=Path, metavar="FILE", help="write all figures and settings there")
-    add("--save-requests", action="store_true", help="with --json: also a row per request")
+    add(
+        "--slo-ttft",
+        type=float,
+        metavar="MS",
+        help="limit for the time to first token; requests within the limits count as goodput",
+    )
+    add("--slo-tpot", type=float, metavar="MS", help="limit for the time per output token")
+    add("--json", type=Path, metavar="FILE", help="write all results and settings to this file")
+    add("--save-requests", action="store_true", help="with --json: include a row per request")
     add_plot(add)
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="do not show a progress bar")
 
 
 def add_concurrency(add: Callable[..., Any], about: str) -> None:
@@ -80,8 +101,8 @@ def add_concurrency(add: Callable[..., Any], about: str) -> None:
 
 def add_plot(add: Callable[..., Any]) -> None:
     """Add --plot."""
-    add("--plot", type=Path, metavar="FOLDER", help="write PNG plots there: distributions of the latencies, and, of "
-        "several levels of concurrency, throughput against them; needs matplotlib")  # fmt: skip
+    add("--plot", type=Path, metavar="FOLDER", help="write PNG plots to this folder: latency distributions, and "
+        "throughput by concurrency if there are several levels; needs matplotlib")  # fmt: skip
 
 
 def _levels(text: str) -> tuple[int, ...]:
@@ -135,7 +156,7 @@ def check(args: argparse.Namespace) -> None:
         args.request_rate = _rate(args.request_rate)
     if args.duration is not None and args.request_rate == math.inf:
         raise OptionError(
-            "--request-rate inf sends everything at once, so --duration says nothing; use --num-requests."
+            "--request-rate inf sends all requests at once, so --duration has no effect. Use --num-requests."
         )
     args.extra_body = _extra_body(args.extra_body)
     if args.api_key is None:
@@ -178,7 +199,7 @@ def _contradictions(args: argparse.Namespace) -> None:
         if one in given and other not in given:
             raise OptionError(f"{_flag(one)} needs {_flag(other)}.")
     if "trace" in given and args.prefix_len:
-        raise OptionError("--trace and --prefix-len exclude each other: the trace says what is shared.")
+        raise OptionError("--trace and --prefix-len exclude each other: the trace defines the shared prefixes.")
     if "num_prefixes" in given and not args.prefix_len:
         raise OptionError("--num-prefixes needs --prefix-len.")
     if "trace_speed" in given and ("concurrency" in given or "request_rate" in given):
@@ -190,7 +211,7 @@ def _contradictions(args: argparse.Namespace) -> None:
     if not args.stream:
         for name in ("slo_ttft", "slo_tpot"):
             if name in given:
-                raise OptionError(f"{_flag(name)} needs --stream: without it no token's time is known.")
+                raise OptionError(f"{_flag(name)} needs --stream, which measures the time of each token.")
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:

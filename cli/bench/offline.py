@@ -1,4 +1,4 @@
-"""`octavo bench offline`: the engine alone, in this process, under a closed load of so many requests at a time."""
+"""`octavo bench offline`: the engine in this process, under a closed load."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 PROG = "octavo bench offline"
 DESCRIPTION = """\
-Measures the engine alone, in this process: no server, no HTTP. So many requests of random tokens run at a time; when
-one ends the next begins. Answers are greedy and of full length. Without MODEL the bundled one.
+Measure the engine in this process, without a server or HTTP. Requests of random tokens run at a fixed concurrency: when
+one ends, the next begins. Answers are greedy and have full length. Without MODEL, the bundled model is measured.
 
   octavo bench offline --concurrency 1,2,4,8,16 --plot plots
   octavo bench offline path/to/model --dtype bfloat16 --input-len 256 --output-len 64:128
@@ -44,17 +44,22 @@ def offline_parser() -> SettingsParser:
     made = SettingsParser(PROG, DESCRIPTION, names={*ENGINE_FIELDS, "config", "demo"})
     add = made.add_argument_group("load").add_argument
     add_concurrency(
-        add, f"requests at a time; several are measured one after the other [{','.join(map(str, _LEVELS))}]"
+        add, f"concurrent requests; several values are measured one after the other [{','.join(map(str, _LEVELS))}]"
     )
-    add("--num-requests", type=int, metavar="N", help="requests to measure of each level [8, or 4 for each at a time]")
-    add("--input-len", default="128", metavar="LEN", help=f"tokens of the prompts: {FORMS} [128]")
-    add("--output-len", default="64", metavar="LEN", help="the same; of answers [64]")
-    add("--warmup", type=int, default=2, metavar="N", help="requests before, which are not measured [2]")
+    add(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help="measured requests per concurrency level [4 times the level, at least 8]",
+    )
+    add("--input-len", default="128", metavar="LEN", help=f"length of prompts in tokens: {FORMS} [128]")
+    add("--output-len", default="64", metavar="LEN", help="length of answers, in the same forms [64]")
+    add("--warmup", type=int, default=2, metavar="N", help="unmeasured requests before each run [2]")
     add = made.add_argument_group("report").add_argument
-    add("--json", type=Path, metavar="FILE", help="write all figures and settings there")
-    add("--save-requests", action="store_true", help="with --json: also a row per request")
+    add("--json", type=Path, metavar="FILE", help="write all results and settings to this file")
+    add("--save-requests", action="store_true", help="with --json: include a row per request")
     add_plot(add)
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="do not show a progress bar")
     return made
 
 
@@ -142,7 +147,10 @@ class _Load:
         info = self._engine.info
         if "generate" not in info.tasks:
             tasks = ", ".join(info.tasks)
-            raise BenchError(f"{info.model} writes no texts: it is made for {tasks}. Octavo measures answers here.")
+            raise BenchError(
+                f"{info.model} does not generate text; its tasks are {tasks}. octavo bench offline needs a "
+                f"generative model."
+            )
         prompt, answer = self._input_len.highest, self._output_len.highest
         room, what = info.max_model_len, "prompt and answer together"
         if info.max_encoder_len is not None:
@@ -152,8 +160,8 @@ class _Load:
             prompt = 0
         if prompt is not None and answer is not None and prompt + answer > room:
             raise BenchError(
-                f"--input-len and --output-len make up to {prompt + answer} tokens, and the model has room for {room} "
-                f"of {what}. Lower one of them."
+                f"--input-len and --output-len make up to {prompt + answer} tokens, but the model has room for "
+                f"{room} of {what}. Lower one of them."
             )
 
     def run(self, name: str, count: int, level: int, on_end: Any) -> bool:

@@ -43,13 +43,13 @@ def check_plots(folder: Path) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError(
-            "--plot needs matplotlib, which is not installed. Install it (pip install matplotlib; it is Octavo's extra "
-            "bench), or take --json instead"
+            "--plot needs matplotlib, which is not installed. Install it (pip install 'octavo[bench]'), or use "
+            "--json instead"
         )
     if folder.exists() and not folder.is_dir():
-        raise OptionError(f"--plot {folder}: it is a file, and the plots need a folder.")
+        raise OptionError(f"--plot {folder}: this is a file, but a folder is needed.")
     if not folder.absolute().parent.is_dir():
-        raise OptionError(f"--plot {folder}: the folder that it is to be made in does not exist.")
+        raise OptionError(f"--plot {folder}: its parent folder does not exist.")
 
 
 def draw(folder: Path, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Path]:

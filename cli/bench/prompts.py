@@ -95,7 +95,7 @@ async def _tokenize(client: Client, model: str, text: str) -> list[int]:
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if status != 200 or not isinstance(tokens, list) or not tokens or not all(type(item) is int for item in tokens):
         raise BenchError(
-            f"/tokenize did not say which token ids there are (status {status}: {error_message(answer)[:120]}). "
-            "Give --vocab-size, or --prompts text."
+            f"/tokenize did not return token ids (status {status}: {error_message(answer)[:120]}). "
+            "Set --vocab-size, or --prompts text."
         )
     return tokens

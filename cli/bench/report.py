@@ -74,19 +74,20 @@ def machine() -> dict[str, Any]:
 
 
 def notes(summary: Summary, facts: Facts) -> list[str]:
-    """What a reader of the figures must know."""
+    """Notes for readers of the figures."""
     found = list(facts.notes)
     if summary.tokens_counted_by == "events" and summary.completed:
         found.append("The server does not report usage: output tokens are estimated as one per event.")
     if not summary.itl_by_token and (summary.tokens_per_event or 1.0) > 1.01:  # else it makes no difference
         found.append(
-            f"Events hold {summary.tokens_per_event:.2f} tokens on average, and the server does not say how many each: "
-            "inter-token latency is per event (see --return-token-ids)."
+            f"Events hold {summary.tokens_per_event:.2f} tokens on average, but the server does not report how many "
+            f"each "
+            "holds: inter-token latency is per event (see --return-token-ids)."
         )
     if facts.benchmark == "serve" and summary.seconds > 1 and facts.client_cpu_seconds > 0.8 * summary.seconds:
         found.append(
             f"The load generator was busy for {facts.client_cpu_seconds / summary.seconds:.0%} of the time, "
-            "so latencies may be its own: spread the load over several."
+            "so it may have caused part of the latency. Spread the load over several generators."
         )
     return found
 

@@ -127,14 +127,14 @@ def _facts(
 async def _ask(client: Client, args: argparse.Namespace) -> _Server:
     status, answer = await client.json("GET", "/v1/models")
     if status in (401, 403):
-        raise BenchError(f"the server wants an API key (status {status}: {error_message(answer)}). Give --api-key.")
+        raise BenchError(f"the server requires an API key (status {status}: {error_message(answer)}). Set --api-key.")
     cards: list[dict[str, Any]] = []
     if status == 200 and isinstance(answer, dict) and isinstance(answer.get("data"), list):
         cards = [card for card in answer["data"] if isinstance(card, dict) and isinstance(card.get("id"), str)]
     if args.model is None and not cards:
         raise BenchError(
             f"{args.url}/v1/models lists no model (status {status}: {error_message(answer)[:120]}). "
-            "Check --url, or give --model."
+            "Check --url, or set --model."
         )
     model = args.model or cards[0]["id"]
     card = next((card for card in cards if card["id"] == model), None)
@@ -157,9 +157,9 @@ async def _workload(
     client: Client, args: argparse.Namespace, model: str, trace: list[TraceRow] | None
 ) -> tuple[Workload, list[str]]:
     if trace is not None and args.endpoint == "completions" and any(row.messages is not None for row in trace):
-        raise OptionError(f"--trace {args.trace} holds messages, which need --endpoint chat.")
+        raise OptionError(f"--trace {args.trace} has messages, which need --endpoint chat.")
     if trace is not None and args.endpoint == "chat" and any(isinstance(row.prompt, list) for row in trace):
-        raise OptionError(f"--trace {args.trace} holds token ids, which need --endpoint completions.")
+        raise OptionError(f"--trace {args.trace} has token ids, which need --endpoint completions.")
     notes: list[str] = []
     maker: PromptMaker
     if args.prompts == "ids":

@@ -59,14 +59,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
             reader = _read_azure(file) if first.startswith(_AZURE[0] + ",") else _read_json(file)
             for number, row in islice(_located(path, reader), limit):
                 if rows and (row.arrival is None) != (rows[0].arrival is None):
-                    raise BenchError(f"{path}:{number}: either all lines hold an arrival time or none.")
+                    raise BenchError(f"{path}:{number}: either all lines must have an arrival time, or none.")
                 rows.append(row)
     except OSError as problem:
         raise BenchError(f"--trace {path}: {problem.strerror or problem}.") from None
     except UnicodeDecodeError as problem:
-        raise BenchError(f"--trace {path}: it is no UTF-8 text ({problem.reason}).") from None
+        raise BenchError(f"--trace {path}: it is not UTF-8 text ({problem.reason}).") from None
     if not rows:
-        raise BenchError(f"--trace {path}: the file holds no requests.")
+        raise BenchError(f"--trace {path}: the file has no requests.")
     if rows[0].arrival is None:
         return rows
     rows.sort(key=lambda row: row.arrival or 0.0)

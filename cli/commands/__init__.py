@@ -45,40 +45,40 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "serving", "serve a model over the OpenAI API; without MODEL a bundled one", f"{__name__}.serve"
+        "serving", "serve a model over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
     ),
     "run": Command(
-        "serving", "serve a model and talk with it, in one terminal", f"{__name__}.run"
+        "serving", "serve a model and chat with it in the same terminal", f"{__name__}.run"
     ),
-    "chat": Command("talking", "talk with a model in the terminal", f"{__name__}.chat"),
+    "chat": Command("talking", "chat with a model in the terminal", f"{__name__}.chat"),
     "complete": Command(
-        "talking", "complete a prompt, from an argument or a pipe; sampling and beams", f"{__name__}.complete"
+        "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
     ),
     "bench": Command(
         "measuring",
-        "measure latencies and throughput, with plots",
+        "measure latency and throughput",
         f"{__name__}.bench",
         kinds=(
-            ("serve", "load any OpenAI-compatible server and measure its answers"),
-            ("offline", "measure the engine alone, in this process, without a server"),
+            ("serve", "send load to any OpenAI-compatible server"),
+            ("offline", "measure the engine in this process, without a server"),
         ),
     ),
     "quantize": Command(
         "converting",
-        "write a checkpoint anew, with weights of few bits",
+        "write a quantized copy of a checkpoint",
         f"{__name__}.quantize",
     ),
     "models": Command(
-        "looking", "list the supported families, or say whether a checkpoint is supported", f"{__name__}.models"
+        "inspecting", "list the supported model families, or check a checkpoint", f"{__name__}.models"
     ),
     "doctor": Command(
-        "looking", "check this machine, the settings and the model, and say what to fix", f"{__name__}.doctor"
+        "inspecting", "check the machine, the settings and the model", f"{__name__}.doctor"
     ),
     "config": Command(
-        "looking", "show every setting, its value and where it came from", f"{__name__}.config"
+        "inspecting", "show every setting, its value and its source", f"{__name__}.config"
     ),
     "completion": Command(
-        "the shell", "print what makes bash, zsh or fish complete commands and flags", f"{__name__}.completion"
+        "shell", "print the completion script for bash, zsh or fish", f"{__name__}.completion"
     ),
 }  # fmt: skip
 
@@ -95,18 +95,18 @@ SYNONYMS: dict[str, str] = {
 _HEAD = """\
 usage: octavo COMMAND [flags]
 
-Serves transformer models over HTTP, and talks with them here.
+Serve transformer models over HTTP, or use them in the terminal.
 """
 _FOOT = """\
 flags:
-  -h, --help     show this help; octavo COMMAND --help shows a command's
+  -h, --help     show this help; octavo COMMAND --help shows the flags of a command
   --version      show the version
-  --no-color     plain text in a terminal, too, as with NO_COLOR
+  --no-color     print plain text, as with NO_COLOR
 
 first steps:
-  octavo chat                            talk with the bundled model
+  octavo chat                            chat with the bundled model
   octavo serve                           serve it on http://127.0.0.1:8000
-  octavo complete "Once upon a time"     ask what serves there, or a model that is loaded here
+  octavo complete "Once upon a time"     complete with that server, or with a model loaded here
 """
 
 

@@ -24,7 +24,7 @@ def parser(kind: str = "") -> OneLineParser:
     made = OneLineParser(
         prog="octavo bench",
         usage=f"octavo bench {'|'.join(KINDS)} [flags]",
-        description="Measures latencies and throughput; octavo bench KIND --help shows the flags of each.",
+        description="Measure latency and throughput. octavo bench KIND --help shows the flags.",
     )
     kinds = made.add_subparsers(metavar="KIND")
     for name, about in KINDS.items():
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         return 0
     kinds = " and ".join(KINDS)
     if not kind:
-        overview.error(f"a kind is missing: {kinds}")
+        overview.error(f"choose a kind: {kinds}")
     if kind.startswith("-"):
         overview.error(
             f"{kind.partition('=')[0]} must come after the kind: octavo bench serve, or octavo bench offline"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
+
 from cli.talking.conversation import Conversation
 from cli.talking.loop import Chat
 from cli.talking.model import CHAT, Model, talk
@@ -10,34 +13,50 @@ from cli.terminal.parser import OneLineParser
 
 PROG = "octavo chat"
 DESCRIPTION = """\
-Talks with a model, token by token. In the chat, /help tells what can be done; Ctrl-C stops an answer, Ctrl-D leaves.
-Lines that are piped in are messages, one after the other, and stdout gets the answers.
+Chat with a model in the terminal. In the chat, /help lists the commands, Ctrl-C stops an answer and Ctrl-D leaves.
+If stdin is a pipe, each line is a message and stdout gets only the answers.
 
-  octavo chat                                    what serves on this machine, else the bundled model
-  octavo chat path/to/model --dtype bfloat16     a model that is loaded for this chat
-  octavo chat --url http://gpu-box:8000          another machine's
+  octavo chat                                    the server on this machine, else the bundled model
+  octavo chat path/to/model --dtype bfloat16     load a model for this chat
+  octavo chat --url http://gpu-box:8000          a server on another machine
   echo "Who sings?" | octavo chat --seed 7
 """
 
 
-def parser() -> OneLineParser:
-    """Model, place and decoding."""
-    made = OneLineParser(prog=PROG, usage=f"{PROG} [MODEL] [flags]", description=DESCRIPTION)
-    made.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id, loaded here; with --url an id there")
-    made.add_argument("--system", metavar="TEXT", help="the system message: what the model is to be")
-    add_place(made)
+def chat_parser(prog: str, description: str, model: str, add_more: Callable[[OneLineParser], None]) -> OneLineParser:
+    """The flags of a command that chats.
+
+    Args:
+        model: help of the argument MODEL.
+        add_more: adds the command's own flags.
+    """
+    made = OneLineParser(prog=prog, usage=f"{prog} [MODEL] [flags]", description=description)
+    made.add_argument("model", metavar="MODEL", nargs="?", help=model)
+    made.add_argument("--system", metavar="TEXT", help="system message, which tells the model how to behave")
+    add_more(made)
     add_decoding(made, beams=True)
     return made
 
 
-def run(arguments: list[str]) -> int:
-    """Talk; 0 done, 1 it could not, 2 wrong flags, 130 stopped by Ctrl-C."""
-    made = parser()
-    given = made.parse_args(arguments)
+def chatting(made: OneLineParser, given: argparse.Namespace) -> Callable[[Model], int]:
+    """The conversation that the flags ask for; ends the process with status 2 if they are wrong."""
     settings = settings_of(made, given)
 
-    def with_model(model: Model) -> int:
+    def chat(model: Model) -> int:
         model.require(CHAT)
-        return Chat(model, Conversation(given.system), settings, PROG).run()
+        return Chat(model, Conversation(given.system), settings, made.prog).run()
 
-    return talk(PROG, given, with_model)
+    return chat
+
+
+def parser() -> OneLineParser:
+    """Model, place and decoding."""
+    about = "folder, GGUF file or hub id to load here; with --url, the id of a model there"
+    return chat_parser(PROG, DESCRIPTION, about, add_place)
+
+
+def run(arguments: list[str]) -> int:
+    """Talk. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
+    made = parser()
+    given = made.parse_args(arguments)
+    return talk(PROG, given, chatting(made, given))

@@ -14,8 +14,8 @@ from cli.terminal.style import harmless, note, styled
 
 PROG = "octavo complete"
 DESCRIPTION = """\
-Completes a prompt, token by token, on stdout; what is not the answer goes to stderr. An encoder-decoder model turns the
-prompt into its output (a translation, say).
+Complete a prompt and stream the answer to stdout; everything else goes to stderr. With an encoder-decoder model, the
+prompt is the encoder's input and the answer the decoder's output, such as a translation.
 
   octavo complete "Once upon a time" --temperature 0.8 --seed 7
   echo "Once upon a time" | octavo complete --max-tokens 64 > story.txt
@@ -26,35 +26,44 @@ prompt into its output (a translation, say).
 def parser() -> OneLineParser:
     """Prompt, place and decoding."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [PROMPT] [flags]", description=DESCRIPTION)
-    made.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; without it, or as -, what is piped in, "
-                      "without the line break at its end")  # fmt: skip
-    made.add_argument("--model", metavar="MODEL", help="folder or hub id, loaded here; with --url an id there")
+    made.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete; without it, or as -, it is read "
+                      "from stdin, without the final line break")  # fmt: skip
+    made.add_argument(
+        "--model", metavar="MODEL", help="folder, GGUF file or hub id to load; with --url, the id of a model there"
+    )
     made.add_argument("--echo", action="store_true", help="print the prompt before its completion")
-    made.add_argument("--json", action="store_true", help="print the API's answer, as JSON, when it is complete")
-    made.add_argument("--stats", action="store_true", help="tokens and speed on stderr; a terminal shows them anyway")
-    made.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
+    made.add_argument("--json", action="store_true", help="print the API's complete answer as JSON")
+    made.add_argument("--stats", action="store_true", help="print tokens and speed to stderr, as in a terminal")
+    made.add_argument("--no-stream", action="store_true", help="print the answer only when it is complete")
     add_place(made)
     add_decoding(made, beams=True)
     group = made.add_argument_group("answers")
-    group.add_argument("--n", type=int, metavar="N", help="number of answers; with beams the best N of them [1]")
-    group.add_argument("--ignore-eos", action="store_true", help="go on where the model would end, to --max-tokens")
+    group.add_argument("--n", type=int, metavar="N", help="number of answers; with beams, the best N [1]")
     group.add_argument(
-        "--logprobs", type=int, metavar="N", help="with --json: each token's log-probability, and N others"
+        "--ignore-eos", action="store_true", help="generate --max-tokens tokens even if the model would stop earlier"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities of each token and of the N most probable ones",
     )
     group = made.add_argument_group("encoder-decoder models")
-    group.add_argument("--decoder-prompt", metavar="TEXT", help="the beginning of the answer, which goes on from there")
-    group.add_argument("--src-lang", metavar="LANG", help="the prompt's language, as mBART-50 writes it: en_XX")
-    group.add_argument("--tgt-lang", metavar="LANG", help="the answer's language")
+    group.add_argument("--decoder-prompt", metavar="TEXT", help="beginning of the answer")
+    group.add_argument(
+        "--src-lang", metavar="LANG", help="language of the prompt, as the model spells it: en_XX for mBART-50"
+    )
+    group.add_argument("--tgt-lang", metavar="LANG", help="language of the answer")
     return made
 
 
 def run(arguments: list[str]) -> int:
-    """Complete; 0 done, 1 it could not, 2 wrong flags, 130 stopped by Ctrl-C."""
+    """Complete. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
     made = parser()
     given = made.parse_args(arguments)
     fields = settings_of(made, given)
     if given.logprobs is not None and not given.json:
-        made.error("--logprobs needs --json, which shows them")
+        made.error("--logprobs needs --json")
     fields |= {
         name: value
         for name in ("decoder_prompt", "src_lang", "tgt_lang", "logprobs")
@@ -76,13 +85,13 @@ def _prompt(made: OneLineParser, given: str | None) -> str:
     if given is not None and given != "-":
         return given
     if given is None and sys.stdin.isatty():
-        made.error('a prompt is missing: octavo complete "Once upon a time", or pipe one in')
+        made.error('no prompt. Give one: octavo complete "Once upon a time", or pipe one in')
     try:
         text = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as problem:
-        made.error(f"what is piped in is no UTF-8 text ({problem.reason} at byte {problem.start})")
+        made.error(f"stdin is not UTF-8 text ({problem.reason} at byte {problem.start})")
     if not text:
-        made.error('what is piped in is empty: octavo complete "Once upon a time", or pipe a prompt in')
+        made.error('stdin is empty. Give a prompt: octavo complete "Once upon a time", or pipe one in')
     return text
 
 

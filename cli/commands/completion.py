@@ -9,14 +9,14 @@ from cli.terminal.parser import OneLineParser
 PROG = "octavo completion"
 SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """\
-Prints the script that makes a shell complete octavo's commands, flags and values. Put it where the shell finds it, and
-open a new one:
+Print the script that completes octavo's commands, flags and values in a shell. Save it as follows, and open a new
+shell:
 
   bash    octavo completion bash > ~/.local/share/bash-completion/completions/octavo
   zsh     octavo completion zsh > "${fpath[1]}/_octavo"
   fish    octavo completion fish > ~/.config/fish/completions/octavo.fish
 
-For this shell alone: source <(octavo completion bash), or, in fish, octavo completion fish | source.
+To try it in the current shell: source <(octavo completion bash); in fish, octavo completion fish | source.
 """
 
 

@@ -1,4 +1,4 @@
-"""`octavo doctor`: what a start would trip over."""
+"""`octavo doctor`: problems that would prevent or impair a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`octavo models`: which families are supported, and whether a checkpoint is."""
+"""`octavo models`: the supported families, and a check of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from server.config.wording import did_you_mean
 
 PROG = "octavo models"
 DESCRIPTION = """\
-Lists the supported families; with a name, those that have it in theirs or in an architecture's. With a checkpoint, says
-whether it is supported, what it would serve, and how many requests at a time would fit into the memory that is free
-now; only the headers of its files are read.
+List the supported model families. With a name, list the families and architectures whose names contain it. With a
+checkpoint, show whether it is supported, which tasks it serves, and how many concurrent requests fit into the memory
+that is free now. Only the headers of its files are read.
 
   octavo models                   all families
-  octavo models qwen              those called so
-  octavo models path/to/model     whether that one can be served
+  octavo models qwen              families whose name contains qwen
+  octavo models path/to/model     check a checkpoint
 """
 _LISTED = Path(__file__).with_name("families.json")  # written from the registry, see tools/families_table.py
 
@@ -32,13 +32,13 @@ def parser() -> OneLineParser:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="part of a family's or an architecture's name; or a folder, GGUF file or hub id",
+        help="part of the name of a family or architecture; or a folder, GGUF file or hub id",
     )
-    group = made.add_argument_group("a checkpoint, as octavo serve would be told")
-    group.add_argument("--max-model-len", metavar="N", type=int, help="longest prompt plus answer, in tokens")
-    group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes for the pages")
+    group = made.add_argument_group("settings for a checkpoint (as in octavo serve)")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and answer together")
+    group.add_argument("--kv-cache-memory", metavar="SIZE", help="size of the KV cache")
     group.add_argument(
-        "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="weights made smaller"
+        "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="format of the weight matrices"
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     rows = [(row["family"], ", ".join(row["serves"]), ", ".join(row["architectures"])) for row in found]
     print_table(("family", "serves", "architectures"), rows)
     if is_rich():
-        print(f"{len(found)} families. octavo models MODEL says whether a checkpoint is supported.")
+        print(f"{len(found)} families. octavo models MODEL checks a checkpoint.")
     return 0
 
 
@@ -122,9 +122,9 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         near = (
             ""
             if "Did you mean" in str(problem)
-            else f" To have it there: octavo serve {model}."
+            else f" To download it: octavo serve {model}."
             if ":" in model or model.endswith(".gguf")
-            else f" To have it there: hf download {model}, or octavo serve {model}."
+            else f" To download it: hf download {model}, or octavo serve {model}."
         )
         return _Verdict(False, f"{problem}{near}")
     except OctavoError as problem:
@@ -155,14 +155,17 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         length = facts.max_model_len + (facts.max_encoder_len or 0)
         shown += [
             ("pages", f"{pages}: {tokens} tokens", facts.num_blocks),
-            ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time, at most {facts.max_num_seqs} "
-             "run in one step", facts.full_requests),
+            ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time; a step runs at most "
+             f"{facts.max_num_seqs}", facts.full_requests),
         ]  # fmt: skip
     if facts.resident:
-        taken = f"{_mebi(facts.resident)} in the engine's process, at most {_mebi(facts.peak)} while it loads"
+        taken = (
+            f"{_mebi(facts.resident)} for the engine's process before the first request, at most "
+            f"{_mebi(facts.peak)} while loading"
+        )
         shown.append(("at rest", taken, facts.resident))
     shown += [
-        ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} that are free",
+        ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} free",
          facts.weights + facts.pages),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
@@ -172,7 +175,9 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     ways = [f"octavo serve {model}"]
     if writes:
         ways.append(f"octavo chat {model}" if chats else f"octavo complete --model {model} PROMPT")
-    return _Verdict(True, f"Serve it: {ways[0]}" + "".join(f"; talk with it: {way}" for way in ways[1:]), tuple(shown))
+    return _Verdict(
+        True, f"Serve it: {ways[0]}" + "".join(f"; use it in the terminal: {way}" for way in ways[1:]), tuple(shown)
+    )
 
 
 def _mebi(size: int) -> str:

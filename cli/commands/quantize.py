@@ -1,4 +1,4 @@
-"""`octavo quantize`: a checkpoint written anew, with weights of few bits."""
+"""`octavo quantize`: a quantized copy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cli.terminal.style import say, styled
 
 PROG = "octavo quantize"
 DESCRIPTION = """\
-Reads a checkpoint, and writes a folder whose matrices have few bits, in compressed-tensors' format, which transformers
-reads of most families, too. Octavo serves it without the plain weights, and needs no --quantization for it.
+Write a quantized copy of a checkpoint in the compressed-tensors format, which transformers reads too for most
+families. Octavo serves the copy without the original and without --quantization.
 
   octavo quantize org/name name-int8
   octavo quantize path/to/model path/to/new --quantization int4
@@ -24,11 +24,15 @@ _KINDS = ("int8", "int8-fast", "int4")
 def parser() -> OneLineParser:
     """MODEL, the folder, and how."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} MODEL FOLDER [flags]", description=DESCRIPTION)
-    made.add_argument("model", metavar="MODEL", help="folder, GGUF file of plain numbers, or hub id")
-    made.add_argument("folder", metavar="FOLDER", type=Path, help="that is made, and appears when all is written")
-    made.add_argument("--quantization", "--to", choices=_KINDS, default="int8", help="what matrices become [int8]")
+    made.add_argument("model", metavar="MODEL", help="folder, unquantized GGUF file, or hub id")
+    made.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="new folder for the copy; it appears only when it is complete"
+    )
+    made.add_argument(
+        "--quantization", "--to", choices=_KINDS, default="int8", help="format of the weight matrices [int8]"
+    )
     made.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
-    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="most bytes of a file of weights [4GiB]")
+    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="largest size of a weight file [4GiB]")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -64,10 +68,11 @@ def run(arguments: list[str]) -> int:
     if written.plain:
         count = len(written.plain)
         more = f" and {count - 3} more" if count > 3 else ""
-        print(f"{count} more that few bits are made of at each load: {', '.join(written.plain[:3])}{more}.")
+        print(f"{count} matrices are not quantized in the copy but at each load: {', '.join(written.plain[:3])}{more}.")
     done = (
-        f"{written.quantised} matrices are {given.quantization} now; the weights take {written.after / 2**20:.1f} MiB "
-        f"instead of {written.before / 2**20:.1f}. Serve them: octavo serve {given.folder}"
+        f"Quantized {written.quantised} matrices to {given.quantization}. The weights take "
+        f"{written.after / 2**20:.1f} MiB "
+        f"instead of {written.before / 2**20:.1f} MiB. Serve them: octavo serve {given.folder}"
     )
     print(styled(done, "green"))
     return 0

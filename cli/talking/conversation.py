@@ -94,11 +94,13 @@ class Conversation:
             raise TalkError(f"{path} cannot be read: {problem.strerror or problem}.") from None
         except ValueError as problem:
             raise TalkError(
-                f"{path} is no JSON, as /save writes it to a name that ends with .json: {problem}."
+                f"{path} is not JSON: {problem}. /save writes JSON to file names that end with .json."
             ) from None
         messages = content.get("messages") if isinstance(content, dict) else content
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise TalkError(f'{path} holds no list of messages such as {{"role": "user", "content": "Hello"}}.')
+            raise TalkError(
+                f'{path} does not contain a list of messages such as {{"role": "user", "content": "Hello"}}.'
+            )
         systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
         self.system = systems[0] if systems else None
         self.messages = [

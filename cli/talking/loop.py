@@ -11,7 +11,9 @@ from cli.talking.answers import Answer, stream
 from cli.talking.conversation import Conversation
 from cli.talking.model import Model
 from cli.talking.slash import Leave, Slash
+from cli.terminal.keys import keys_kept
 from cli.terminal.style import harmless, is_rich, note, say, styled
+from cli.terminal.wrapping import Wrapping
 
 
 class Chat:
@@ -39,8 +41,8 @@ class Chat:
         failed = False
         if self._asks:
             self._set_up_editor()
-            note(f"{self._model.id}, {self._model.place}. /help tells what can be done; Ctrl-C stops an answer, "
-                 "Ctrl-D leaves.")  # fmt: skip
+            note(f"{self._model.id}, {self._model.place}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D "
+                f"leaves.")  # fmt: skip
         with contextlib.suppress(Leave):
             while (line := self._read()) is not None:
                 if line.strip():
@@ -57,7 +59,7 @@ class Chat:
                 return text is None or self._answer(text)
             return self._answer(line[1:] if line.startswith("//") else line)
         except NoServerError as problem:
-            say(self._prog, f"{problem}: it has ended, or cannot be reached; /retry asks again")
+            say(self._prog, f"{problem}: it has stopped or cannot be reached; /retry asks again")
         except TalkError as problem:
             say(self._prog, str(problem))
         return False
@@ -69,8 +71,12 @@ class Chat:
         stopped = False
         try:
             if forgotten := talk.fit(self._model, self._settings.get("max_tokens")):
-                what = "The oldest message and its answer" if forgotten == 1 else f"The {forgotten} oldest messages"
-                note(f"({what} no longer fit into the context of {self._model.context} tokens.)")
+                what = (
+                    "The oldest message and its answer"
+                    if forgotten == 1
+                    else f"The {forgotten} oldest messages and their answers"
+                )
+                note(f"({what} were dropped: the context of {self._model.context} tokens is full.)")
             self._print(stream(self._model, {"messages": talk.whole, **self._settings}, answer))
         except KeyboardInterrupt:
             if not self._asks:
@@ -81,7 +87,9 @@ class Chat:
             if not answer.text:
                 talk.undo()
             context = problem.code == "context_length_exceeded"
-            raise type(problem)(f"{problem} /reset begins anew." if context else str(problem), problem.code) from None
+            raise type(problem)(
+                f"{problem} /reset starts a new conversation." if context else str(problem), problem.code
+            ) from None
         finally:
             if answer.text:
                 talk.say("assistant", answer.text)
@@ -94,8 +102,13 @@ class Chat:
         return True
 
     def _print(self, pieces: Any) -> None:
-        for piece in pieces:
-            print(harmless(piece), end="", flush=True)
+        wrapping = Wrapping()
+        with keys_kept():
+            try:
+                for piece in pieces:
+                    print(wrapping.feed(harmless(piece)), end="", flush=True)
+            finally:
+                print(wrapping.end(), end="", flush=True)
 
     @staticmethod
     def _end_line(answer: Answer) -> None:
@@ -140,9 +153,10 @@ class Chat:
             import readline
 
             def complete(text: str, state: int) -> str | None:
-                known = [name for name in self._slash.names if name.startswith(text)] if text.startswith("/") else []
+                known = self._slash.completions(readline.get_line_buffer()[: readline.get_begidx()], text)
                 return known[state] if state < len(known) else None
 
             readline.set_completer(complete)
             readline.set_completer_delims(" ")
-            readline.parse_and_bind("tab: complete")
+            libedit = "libedit" in (readline.__doc__ or "")  # macOS, and portable builds of Python
+            readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")

@@ -64,15 +64,15 @@ class Model:
         if not isinstance(endpoints, list) or endpoint in endpoints:
             return
         if COMPLETIONS in endpoints:
-            kind = "is an encoder-decoder model, which turns one input into one output and knows no conversations"
+            kind = "is an encoder-decoder model and does not support conversations"
             if not self.encodes:
-                kind = "has no chat template, so it knows no conversations"
+                kind = "has no chat template, so it does not support conversations"
             raise TalkError(f"{self.id} {kind}. Use: octavo complete{self._same()} PROMPT")
         tasks = ", ".join(self.card.get("tasks") or ()) or "other things"
         served = ", ".join(endpoints) or "none"
         raise TalkError(
-            f"{self.id} writes no texts: it is made for {tasks}. Serve it (octavo serve) and ask the endpoints that it "
-            f"has: {served}."
+            f"{self.id} does not generate text; its tasks are {tasks}. Serve it (octavo serve) and use its "
+            f"endpoints: {served}."
         )
 
     def count(self, body: dict[str, Any]) -> int | None:
@@ -147,7 +147,9 @@ def open_model(
     if url is not None:
         if loading:
             flag = loading[0].partition("=")[0]
-            raise TalkError(f"{flag} is for a model that is loaded here, and --url names a server: leave one out.")
+            raise TalkError(
+                f"{flag} is for a model that this command loads, but --url names a server. Remove one of them."
+            )
         place = Place.parse(url)
         try:
             model = _of_server(Wire(place, api_key, timeout), name)
@@ -163,7 +165,7 @@ def open_model(
             yield found
             return
     if name is None and not loading:
-        note(f"No server answers at {default_url}, so {_named(name)} is loaded here.")
+        note(f"No server answers at {default_url}; loading {_named(name)}.")
     with serving(name, loading, timeout=timeout) as model:
         yield model
 
@@ -204,7 +206,7 @@ def _of_server(wire: Wire, name: str | None) -> Model:
     cards = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     if not cards:
-        raise TalkError(f"{wire.place.url}/v1/models lists no model: is that an OpenAI-compatible server? (--url)")
+        raise TalkError(f"{wire.place.url}/v1/models lists no models. Is it an OpenAI-compatible server? (--url)")
     if name is None:
         return Model(wire, cards[0]["id"], cards[0])
     ids = [card["id"] for card in cards]
@@ -218,4 +220,4 @@ def _how_to_start(place: Place) -> str:
     if place.host not in ("localhost", "127.0.0.1", "::1"):
         return f"Check --url, or start one on {place.host}: octavo serve --host {place.host} --port {place.port}"
     port = "" if place.port == 8000 else f" --port {place.port}"
-    return f"Start one: octavo serve{port}; or leave --url out, and a model is loaded here."
+    return f"Start one: octavo serve{port}, or remove --url to load a model in this command."

@@ -16,13 +16,13 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
 # Settings of `octavo serve` that a model which is loaded here may need on the spot; variables set the others.
 LOADING = {
-    "demo": "which of the bundled models: chat, or seq2seq, which translates",
+    "demo": "the bundled model to load: chat, or seq2seq for translation",
     "device": "cpu, cuda, cuda:N",
     "dtype": "float32, bfloat16, float16",
-    "quantization": "int8, int4, int8-fast (on a CPU), or stored: as small as the checkpoint has them",
-    "threads": "that compute on a CPU",
-    "max-model-len": "longest prompt plus answer, in tokens",
-    "chat-template": "for a model without one: a Jinja file, or a name such as chatml",
+    "quantization": "int8, int4, int8-fast (CPU only), stored or none",
+    "threads": "number of CPU threads",
+    "max-model-len": "most tokens of prompt and answer together",
+    "chat-template": "Jinja file, or a name such as chatml",
     "revision": "branch, tag or commit on the hub",
 }
 _HINTS = get_type_hints(EngineConfig)
@@ -32,31 +32,36 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": get_args(get_args(_HINTS["quantization"])[0]),
 }
 _DOCS = field_docs(SamplingParams) | {
-    "max_tokens": "most tokens of an answer [chat: what is left of the context; complete: 128, or that]",
-    "temperature": "0 takes the most probable token each time, 1 draws as the model says [the model's own default]",
-    "seed": "the same seed gives the same answer",
-    "num_beams": "beam search with that many beams: the most probable answer as a whole; it does not sample",
+    "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
+    "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's "
+    "default]",
+    "seed": "makes the answer reproducible",
+    "num_beams": "beam search with this many beams: finds a more probable answer, without sampling",
 }
 _EARLY: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 
 def add_place(parser: OneLineParser) -> None:
-    """Where the model is: a server's, or loaded here."""
-    group = parser.add_argument_group("which model")
-    group.add_argument("--url", metavar="URL", help="of a server; without it and without a model's name: what serves "
-                       f"at {default_url()}, else the bundled model, which is loaded here")  # fmt: skip
-    group.add_argument("--api-key", metavar="KEY", help="that the server wants [the first of OCTAVO_API_KEY]")
+    """The server, or how the model is loaded."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", metavar="URL", help="URL of a server. Without URL and MODEL, the server at "
+                       f"{default_url()} is used if there is one; otherwise the bundled model is loaded.")  # fmt: skip
+    group.add_argument("--api-key", metavar="KEY", help="API key for the server [first key of OCTAVO_API_KEY]")
     group.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of silence that end an answer [600]"
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="give up after this many seconds of silence [600]",
     )
     add_loading(parser)
 
 
 def add_loading(parser: OneLineParser) -> None:
-    """How a model is loaded here."""
-    group = parser.add_argument_group("a model that is loaded here")
+    """Settings of a model that this command loads."""
+    group = parser.add_argument_group("loading a model (as in octavo serve)")
     for name, about in LOADING.items():
-        group.add_argument(f"--{name}", metavar="X", choices=_CHOICES.get(name), help=f"{about} (as in octavo serve)")
+        group.add_argument(f"--{name}", metavar="X", choices=_CHOICES.get(name), help=about)
 
 
 def _seconds(text: str) -> float:
@@ -83,9 +88,11 @@ def _add(parser: OneLineParser, title: str, names: tuple[str, ...]) -> None:
         about = _DOCS[name].replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if name == "stop":
-            group.add_argument(flag, action="append", metavar="TEXT", help=f"{about} Repeat the flag for several.")
+            group.add_argument(
+                flag, action="append", metavar="TEXT", help=f"{about} Repeat the flag for several strings."
+            )
         elif name == "early_stopping":
-            group.add_argument(flag, choices=tuple(_EARLY), help="when the beams stop: true, false or never [false]")
+            group.add_argument(flag, choices=tuple(_EARLY), help="when beam search stops [false]")
         else:
             kind = int if NUMBER_RANGES[name].integer else float
             group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=about)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import IO
 
 from cli.errors import NoServerError, TalkError
 from cli.talking.wire import Place, Wire
+from cli.terminal.keys import keys_kept
 from cli.terminal.style import console, is_rich
 from engine import EngineConfig
 from server.door.listening import StartupError, bind
 from server.door.listening import url as local_url
 
+_TAIL = 4096  # bytes
+_PERCENT = re.compile(rb"(\d+)%\|")
 _LAST_WORDS = 10.0  # seconds that the child gets to stop
 
 
@@ -42,8 +46,8 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
             start_new_session=True,  # Ctrl-C is for the answer, not for the model
         )  # fmt: skip
         try:
-            with _waiting(f"Loading {what} ..."):
-                _wait_ready(Wire(place), process, log)
+            with keys_kept(), _waiting(what) as show:
+                _wait_ready(Wire(place), process, log, show)
             yield place
         finally:
             _stop(process)
@@ -67,7 +71,7 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
     for name in ("OCTAVO_UDS", "OCTAVO_SSL_CERTFILE"):
         if os.environ.get(name):
             raise TalkError(
-                f"{name} is set, and octavo run serves plain HTTP on a port. Unset it, or use octavo serve."
+                f"{name} is set, but octavo run only serves plain HTTP on a port. Unset it, or use octavo serve."
             )
     try:
         listener = bind(host, port)  # another server's answers would be taken for the child's
@@ -85,19 +89,38 @@ def _own() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _waiting(text: str) -> Iterator[None]:
-    """A sign of life while it loads, where a person looks on."""
+def _waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal that the model loads. The progress stands before its name, which may be long."""
+    text = f"Loading {what} ..."
     if is_rich(sys.stderr):
-        with console(sys.stderr).status(text):
-            yield
-        return
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-    yield
+        from rich.text import Text
+
+        with console(sys.stderr).status(Text(text)) as status:
+            yield lambda progress: status.update(Text(f"Loading {progress} of {what}"))
+    elif sys.stderr.isatty():
+        print(text, end="", file=sys.stderr, flush=True)
+        try:
+            yield lambda progress: print(f"\rLoading {progress} of {what}  ", end="", file=sys.stderr, flush=True)
+        finally:
+            print(file=sys.stderr)
+    else:
+        yield lambda progress: None
 
 
-def _wait_ready(wire: Wire, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+def _progress(log: IO[bytes]) -> str:
+    """The latest figure of a progress bar in the server's log: of a download, or of the weights."""
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), _TAIL, max(size - _TAIL, 0))  # seeking would move the server's own position
+    percents = _PERCENT.findall(text)
+    return f"{int(percents[-1])}%" if percents else ""
+
+
+def _wait_ready(wire: Wire, process: subprocess.Popen[bytes], log: IO[bytes], show: Callable[[str], None]) -> None:
+    shown = ""
     while process.poll() is None:
+        if (progress := _progress(log)) not in ("", shown):
+            shown = progress
+            show(shown)
         try:
             wire.json("GET", "/health/ready")
             return

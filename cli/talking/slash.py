@@ -36,10 +36,12 @@ class Slash:
             if name.startswith("_do_")
         }
 
-    @property
-    def names(self) -> list[str]:
-        """With their slashes."""
-        return [f"/{name}" for name in self._commands]
+    def completions(self, before: str, word: str) -> list[str]:
+        """How a word may go on: a command at the beginning of a line, a setting after /set."""
+        known = [f"/{name}" for name in self._commands] if not before and word.startswith("/") else []
+        if before.split() == ["/set"]:
+            known = list(_NUMBERS)
+        return [name for name in known if name.startswith(word)]
 
     def run(self, line: str) -> tuple[str, str | None]:
         """Obey a line; returns what to tell, and a text to be sent as if the user had typed it.
@@ -52,54 +54,55 @@ class Slash:
         command = self._commands.get({"quit": "exit", "bye": "exit", "clear": "reset", "?": "help"}.get(name, name))
         if command is None:
             near = did_you_mean(name, self._commands).replace("mean ", "mean /") or "; /help lists them"
-            raise TalkError(f"unknown command /{name}{near} (a line that begins with // is sent with one slash)")
+            raise TalkError(f"unknown command /{name}{near} (to send a line that begins with a slash, type //)")
         result = command(rest.strip())
         return result if isinstance(result, tuple) else (result, None)
 
     def _do_help(self, rest: str) -> str:
-        """/help                 what can be done"""
+        """/help                 list the commands"""
         lines = [str(method.__doc__) for method in self._commands.values()]
         return "\n".join([
             *lines,
-            "A line that ends with a backslash goes on in the next. Ctrl-C stops an answer, Ctrl-D leaves.",
+            "A backslash at the end of a line continues the message on the next line. Ctrl-C stops an answer, Ctrl-D "
+                "leaves.",
         ])  # fmt: skip
 
     def _do_reset(self, rest: str) -> str:
-        """/reset                forget what was said"""
+        """/reset                clear the conversation"""
         self._conversation.messages.clear()
-        return "All that was said is forgotten."
+        return "The conversation is cleared."
 
     def _do_system(self, rest: str) -> str:
-        """/system [TEXT]        set the system message: what the model is to be; without a text there is none"""
+        """/system [TEXT]        set the system message, or remove it"""
         self._conversation.system = rest or None
-        return "The system message is set." if rest else "There is no system message."
+        return "The system message is set." if rest else "The system message is removed."
 
     def _do_undo(self, rest: str) -> str:
-        """/undo                 take the last message and its answer back"""
+        """/undo                 remove the last message and its answer"""
         if self._conversation.undo() is None:
-            raise TalkError("nothing was said yet")
-        return "The last message and its answer are forgotten."
+            raise TalkError("there is no message yet")
+        return "The last message and its answer are removed."
 
     def _do_retry(self, rest: str) -> tuple[str, str]:
         """/retry                ask the last message again"""
         text = self._conversation.undo()
         if text is None:
-            raise TalkError("nothing was said yet")
+            raise TalkError("there is no message yet")
         return "", text
 
     def _do_set(self, rest: str) -> str:
-        """/set [NAME VALUE]     show the settings of answers, or change one: /set temperature 0.7, /set seed default"""
+        """/set [NAME VALUE]     show the sampling settings, or change one: /set temperature 0.7, /set seed default"""
         if not rest:
             shown = [f"{name} = {value}" for name, value in self._settings.items()]
-            return "\n".join(shown) or f"The model's defaults. There are {', '.join(_NUMBERS)}."
+            return "\n".join(shown) or f"All settings have the model's defaults. Available: {', '.join(_NUMBERS)}."
         name, _, text = rest.replace("=", " ").partition(" ")
         name, text = name.lstrip("-").replace("-", "_"), text.strip()
         if name not in _NUMBERS:
             near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
-            raise TalkError(f"{name} is no setting of answers{near}")
+            raise TalkError(f"unknown setting {name}{near}")
         if text == "default":
             self._settings.pop(name, None)
-            return f"{name} is the model's default."
+            return f"{name} is reset to the model's default."
         integer = NUMBER_RANGES[name].integer
         try:
             value = int(text) if integer else float(text)
@@ -113,21 +116,21 @@ class Slash:
         return f"{name} = {value}"
 
     def _do_save(self, rest: str) -> str:
-        """/save FILE            write the conversation: NAME.json can be loaded again, other names get text"""
+        """/save FILE            save the conversation: as JSON if FILE ends with .json, else as text"""
         self._conversation.save(self._path(rest, "save"), self._model_id)
-        return f"Written to {rest}."
+        return f"Saved to {rest}."
 
     def _do_load(self, rest: str) -> str:
-        """/load FILE            go on with a conversation that was saved as JSON"""
+        """/load FILE            continue a conversation that was saved as JSON"""
         self._conversation.load(self._path(rest, "load"))
-        return f"{len(self._conversation.messages)} messages are loaded."
+        return f"Loaded {len(self._conversation.messages)} messages."
 
     def _do_exit(self, rest: str) -> str:
-        """/exit                 leave, as Ctrl-D does"""
+        """/exit                 leave (same as Ctrl-D)"""
         raise Leave
 
     @staticmethod
     def _path(rest: str, name: str) -> Path:
         if not rest:
-            raise TalkError(f"a file is missing: /{name} FILE")
+            raise TalkError(f"no file name: /{name} FILE")
         return Path(rest)

@@ -107,7 +107,7 @@ class Wire:
             if not response.headers.get("Content-Type", "").startswith(_EVENTS):
                 response.read()
                 self._value(response, path)
-                raise TalkError(f"{self.place.url}{path} answered with no stream.")
+                raise TalkError(f"{self.place.url}{path} did not answer with a stream.")
             for event in httpx2.EventSource(response, max_event_size=None):
                 if event.data == "[DONE]":
                     return
@@ -115,7 +115,7 @@ class Wire:
                 finished = finished or any(choice.get("finish_reason") for choice in value.get("choices") or ())
                 yield value
         if not finished:
-            raise TalkError(f"{self.place.url} closed the connection before the answer's end: was it stopped?")
+            raise TalkError(f"{self.place.url} closed the connection before the end of the answer. Was it stopped?")
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Wire:
             reason = re.sub(r"^\[Errno -?\d+\] ", "", str(problem)).lower()
             raise NoServerError(f"no server answers at {url} ({reason})") from problem
         except httpx2.TimeoutException as problem:
-            raise TalkError(f"{url} was silent for {self._timeout:g} seconds (--timeout).") from problem
+            raise TalkError(f"{url} sent nothing for {self._timeout:g} seconds (--timeout).") from problem
         except httpx2.HTTPError as problem:
             reason = str(problem).rstrip(".") or type(problem).__name__
             raise TalkError(f"{url} closed the connection: {reason}.") from problem
@@ -138,7 +138,7 @@ class Wire:
         except ValueError:
             value = response.text
         if response.status_code in (401, 403):
-            raise TalkError(f"{self.place.url} wants an API key: give --api-key, or set OCTAVO_API_KEY.", "no_key")
+            raise TalkError(f"{self.place.url} requires an API key. Set --api-key or OCTAVO_API_KEY.", "no_key")
         if response.status_code != 200:
             message, code = error_of(value)
             raise TalkError(message or f"{self.place.url}{path} answered with status {response.status_code}.", code)
@@ -148,9 +148,9 @@ class Wire:
         try:
             value = json.loads(data)
         except ValueError:
-            raise TalkError(f"{self.place.url} sent an event that is no JSON: {data[:80]!r}.") from None
+            raise TalkError(f"{self.place.url} sent an event that is not JSON: {data[:80]!r}.") from None
         if not isinstance(value, dict):
-            raise TalkError(f"{self.place.url} sent an event that is no object: {data[:80]!r}.")
+            raise TalkError(f"{self.place.url} sent an event that is not an object: {data[:80]!r}.")
         if value.get("error"):
             raise TalkError(*error_of(value))
         return value

@@ -26,7 +26,7 @@ def end_with(*names: str) -> None:
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    threading.Thread(target=_insist, args=(told, numbers, _terminal()), daemon=True).start()
+    threading.Thread(target=_insist, args=(told, numbers, terminal_settings()), daemon=True).start()
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
@@ -39,12 +39,12 @@ def _insist(told: int, numbers: list[int], terminal: Any) -> None:
     time.sleep(_GRACE)
     if terminal is not None:
         with contextlib.suppress(OSError):
-            _set_terminal(terminal)
+            set_terminal(terminal)
     os._exit(128 + signum)
 
 
-def _terminal() -> Any:
-    """How the terminal is set; None where there is none."""
+def terminal_settings() -> Any:
+    """The settings of stdin's terminal; None without one, and on Windows."""
     if not (sys.stdin and sys.stdin.isatty()):
         return None
     try:
@@ -54,7 +54,8 @@ def _terminal() -> Any:
     return termios.tcgetattr(sys.stdin.fileno())
 
 
-def _set_terminal(settings: Any) -> None:
+def set_terminal(settings: Any) -> None:
+    """Set stdin's terminal."""
     import termios
 
     termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, settings)

@@ -29,7 +29,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.color = False  # newer versions of argparse would colour the text that is coloured here
         self._positionals.title = "arguments"
-        self.add_argument(PLAIN_FLAG, action="store_true", help="plain text in a terminal, too, as with NO_COLOR")
+        self.add_argument(PLAIN_FLAG, action="store_true", help="print plain text, as with NO_COLOR")
 
     def error(self, message: str) -> NoReturn:
         """Say so and end the process."""
@@ -43,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
             if argument.startswith("-") and argument != "-":
                 self.error(self._unknown(argument.partition("=")[0]))
         if rest:
-            words = "; a text of several words belongs in quotation marks" if "PROMPT" in self.format_usage() else ""
+            words = "; put a text of several words in quotation marks" if "PROMPT" in self.format_usage() else ""
             self.error(f"unexpected argument {rest[0]!r}{words}")
         return given
 
@@ -58,12 +58,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _unknown(self, name: str) -> str:
         if name in ("--port", "--host", "-p") and "--url" in self._option_string_actions:
-            return f"unknown flag {name}: a server is named by --url http://HOST:PORT"
+            return f"unknown flag {name}: use --url http://HOST:PORT for a server"
         arguments = {f"--{action.dest}" for action in self._get_positional_actions()}
         near = did_you_mean("--" + name.lstrip("-"), {**self._option_string_actions, **dict.fromkeys(arguments)})
         for named in arguments - set(self._option_string_actions):
             if near.endswith(f" {named}?"):
-                return f"unknown flag {name}: the {named[2:]} is named without one, after the command"
+                return f"unknown flag {name}: give the {named[2:]} without a flag, after the command"
         return f"unknown flag {name}{near}"
 
 
@@ -99,7 +99,7 @@ def print_coloured(text: str, stream: Any) -> None:
 def _better(message: str) -> str:
     """argparse's words, in ours."""
     if switch := _NO_VALUE.match(message):
-        return f"{switch[1]} takes no value; to switch it off, use {switch[2]}"
+        return f"{switch[1]} takes no value; use {switch[2]} to switch it off"
     if wrong := _WRONG_KIND.fullmatch(message):
         return f"{wrong['name']} must be {_KINDS.get(wrong['kind'], wrong['kind'])}, got {wrong['value']}"
     if wrong := _WRONG_CHOICE.fullmatch(message):

@@ -37,13 +37,13 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
         form = _File(data).form
         parts = links(data, form)
         if len(parts) > MOST_FILES:
-            raise ValueError(f"{len(parts)} files were joined in it, and {MOST_FILES} at most are read")
+            raise ValueError(f"it consists of {len(parts)} files; at most {MOST_FILES} are allowed")
         if form == "OGG":
             check_end(parts[-1])
         files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in parts]
         return _decode(files, rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
-        raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
+        raise ValueError(f"it cannot be decoded as audio: {str(problem).rpartition(': ')[2][:200]}") from None
 
 
 class _File:
@@ -60,11 +60,11 @@ class _File:
         with self.opened() as file:
             if file.format not in FORMATS:
                 known = ", ".join(sorted(set(FORMATS.values())))
-                raise ValueError(f"its format is {file.format}, and those that are read are {known}")
+                raise ValueError(f"its format is {file.format}; supported formats are {known}")
             if not RATES[0] <= file.samplerate <= RATES[1]:
-                raise ValueError(f"it has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read")
+                raise ValueError(f"its sample rate is {file.samplerate} Hz; {RATES[0]} to {RATES[1]} Hz are supported")
             if file.channels > MOST_CHANNELS:
-                raise ValueError(f"it has {file.channels} channels, and {MOST_CHANNELS} at most are read")
+                raise ValueError(f"it has {file.channels} channels; at most {MOST_CHANNELS} are supported")
             self.form: str = file.format
             self.rate: int = file.samplerate
             self.frames: int = file.frames
@@ -77,12 +77,12 @@ def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds:
     rates = sorted({file.rate for file in files})
     if len(rates) > 1:
         raise ValueError(
-            f"several files were joined in it, which have {rates[0]} and {rates[-1]} samples a second: send them one "
-            "by one, or convert the file to one rate"
+            f"it consists of several files with different sample rates ({rates[0]} and {rates[-1]} Hz). Send them "
+            f"separately, or convert the file to one rate"
         )
     frames = sum(file.frames for file in files)
     if frames >= _UNKNOWN:
-        raise ValueError("it does not say how long it is, and its end is missing or broken")
+        raise ValueError("its length is unknown, because its end is missing or damaged")
     seconds = frames / rates[0]
     nothing: Samples = np.zeros(0, dtype=np.float32)
     if seconds > most_seconds:

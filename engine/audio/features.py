@@ -124,7 +124,7 @@ def load_log_mel(folder: Path) -> LogMel:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read, and says how sound is to be prepared: {error}") from error
+        raise ModelLoadError(f"{path}, which defines how audio is prepared, cannot be read: {error}") from error
     if not isinstance(stored, dict) or stored.get("feature_extractor_type") != "WhisperFeatureExtractor":
         raise ModelLoadError(f"{path}: feature_extractor_type must be WhisperFeatureExtractor.")
     fixed = {"do_normalize": (False, None), "dither": (0, None), "padding_value": (0, None)}

@@ -32,7 +32,7 @@ def check_end(data: bytes) -> None:
     for at, end in deque(_pages(data), maxlen=1):
         if end <= len(data) and data[at + 5] & _ENDS:
             return
-        raise ValueError("it breaks off: its last page is cut, or does not say that it is the last one")
+        raise ValueError("it is truncated: its last page is incomplete or not marked as the last one")
 
 
 def _flac_starts(data: bytes) -> list[int]:

@@ -38,8 +38,8 @@ def counted(data: bytes) -> bytes:
             kind, first = _kind(data, at), data[at : at + 4]
         elif _kind(data, at) != kind:
             raise ValueError(
-                "its rate or its number of channels changes in the middle, as where files that differ were joined: "
-                "send them one by one, or convert the file to one format"
+                "its sample rate or number of channels changes in the middle, as in joined files. Send the files "
+                "separately, or convert the file to one format"
             )
         if is_header:
             headers.append((at, frames))
@@ -55,7 +55,7 @@ def counted(data: bytes) -> bytes:
         claimed, size = _claimed(data, at), _claimed_bytes(data, at)
         # Where nothing is missing one may be too large: frames are damaged, or a tag's bytes are counted, too.
         if claimed > frames + 1 and size > len(data) - at:
-            raise ValueError(f"it breaks off: its header counts {claimed} frames, and {frames} are there")
+            raise ValueError(f"it is truncated: its header promises {claimed} frames, but it has {frames}")
         if claimed >= frames:
             return data
     return _header(first, frames) + b"".join(data[at:end] for at, end in runs)

@@ -28,7 +28,7 @@ def counted(data: bytes) -> bytes:
             if size == 0 and there and whole != len(data) - 8:  # else chunks without sound may follow
                 return data[: at + 4] + there.to_bytes(4, order) + data[at + 8 :]
             if there + 1 < size < _UNTOLD:  # the last byte may be one that only fills up
-                raise ValueError(f"it breaks off: its header promises {size} bytes of sound, and {there} are there")
+                raise ValueError(f"it is truncated: its header promises {size} bytes of audio, but it has {there}")
             break
         at += 8 + size + size % 2
     return data

@@ -43,7 +43,7 @@ def mono_samples(sound: Any, name: str) -> Samples:
     if sound.ndim not in (1, 2) or (sound.ndim == 2 and not 1 <= sound.shape[1] <= MOST_CHANNELS):
         raise _refusal(
             f"{name} must have the shape [samples], or [samples, channels] with at most {MOST_CHANNELS} channels, got "
-            f"{list(sound.shape)}. Where the channels come first, send its transpose."
+            f"{list(sound.shape)}. If the channels come first, transpose it."
         )
     kind = sound.dtype.name
     if kind in _SCALES:

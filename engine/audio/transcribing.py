@@ -132,7 +132,7 @@ class Asking:
     def __init__(self, info: EngineInfo, wanted: Transcription):
         if info.speech is None or info.decoder_start_token_id is None:
             raise InvalidRequestError(
-                "this model is no speech model: its generation_config.json names no no_timestamps_token_id.",
+                "this is not a speech model: its generation_config.json has no no_timestamps_token_id.",
                 param="model",
                 code="unsupported_endpoint",
             )
@@ -298,8 +298,8 @@ def check_alignment(speech: SpeechInfo, param: str = "word_timestamps") -> None:
     """
     if speech.alignment is None:
         raise InvalidRequestError(
-            f"{param}: the times of words are read from alignment_heads, and of this model {speech.no_alignment}. Ask "
-            "for segments, or correct the file: the published ones of Whisper list these heads.",
+            f"{param}: word timestamps need alignment_heads, but for this model {speech.no_alignment}. Request "
+            f"segments, or correct the file: Whisper's published files list these heads.",
             param=param,
             code="unsupported_parameter",
         )

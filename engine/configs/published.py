@@ -61,8 +61,8 @@ def read(folder: Path, *, known: bool) -> PublishedConfig:
     except Exception as error:  # transformers raises many kinds, all of them about this file
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
-                f"{folder} brings its own model code (auto_map in config.json), which is never run. "
-                "Use a checkpoint whose architecture transformers itself knows."
+                f"{folder} contains its own model code (auto_map in config.json), which Octavo never runs. Use a "
+                f"checkpoint with an architecture that transformers supports."
             ) from error
         first = str(error).strip().split("\n\n")[0] or type(error).__name__
         raise ModelLoadError(f"{file} cannot be read: {first}") from error

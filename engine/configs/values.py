@@ -150,8 +150,9 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
                 raise ModelLoadError(f"{file}: {name} must be an integer from {low} to {high}, got {_shown(value)}.")
         elif name == "quantization_config" and not isinstance(value, Mapping | None):
             raise ModelLoadError(
-                f'{file}: {name} must be an object that says how weights are stored, such as {{"quant_method": '
-                f'"awq", "bits": 4, "group_size": 128}}, got {_shown(value)}. Leave it out where they are plain.'
+                f'{file}: {name} must be an object that describes the format of the weights, such as {{"quant_method": '
+                f'"awq", "bits": 4, "group_size": '
+                f"128}}, got {_shown(value)}. Remove it if the weights are not quantized."
             )
         elif name in SWITCHES and known and not isinstance(value, bool | None):
             raise ModelLoadError(f"{file}: {name} must be true or false, got {_shown(value)}.")

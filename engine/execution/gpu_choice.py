@@ -41,7 +41,7 @@ def look_at(device: torch.device, utilization: float) -> GpuFacts:
     slice_of = ", a slice, whose memory alone counts" if " MIG " in name else ""
     chosen = f"{device} ({name}{slice_of})"
     if count > 1:
-        chosen += f", one of {count} that torch sees; one serves, --device cuda:N names another"
+        chosen += f", one of {count} GPUs; Octavo uses one, --device cuda:N chooses another"
     found = (gpus.shown_too_few(count), _held_by_others(device, utilization))
     return GpuFacts(chosen=chosen, warnings=tuple(one for one in found if one is not None))
 
@@ -53,9 +53,9 @@ def _held_by_others(device: torch.device, utilization: float) -> tuple[str, str]
     if held <= max(_OURS, total // 10):
         return None
     allowed = utilization * total
-    return f"Other processes have {gib(held)} of {device}'s {gib(total)}{holders(device)}", (
-        f"--gpu-memory-utilization {utilization} allows {gib(allowed)} with theirs: {gib(max(allowed - held, 0))} are "
-        f"left. End them, or use {another_gpu(device)}."
+    return f"Other processes use {gib(held)} of {device}'s {gib(total)}{holders(device)}", (
+        f"--gpu-memory-utilization {utilization} allows {gib(allowed)} including theirs, which leaves "
+        f"{gib(max(allowed - held, 0))}. Stop them, or use {another_gpu(device)}."
     )
 
 

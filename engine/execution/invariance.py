@@ -39,7 +39,10 @@ def min_invariant_rows(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, Linear | ExpertMatrices):
             if module.weight.device.type != "cpu":
-                logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
+                logger.info(
+                    "On a GPU, the last bits of an answer's log-probabilities may depend on other requests in the "
+                    "batch."
+                )
                 return 1
             if _is_invariant(module):
                 continue
@@ -51,9 +54,11 @@ def min_invariant_rows(model: nn.Module) -> int:
             thresholds.append(_measured[kernel])
     rows = max(thresholds)
     if rows > MOST_ROWS:
-        logger.warning("matrix products on this CPU: a row's last bits may depend on the batch")
+        logger.warning(
+            "On this CPU, the last bits of an answer's log-probabilities may depend on other requests in the batch."
+        )
         return 1
-    logger.info("matrix products are invariant from %d rows on", rows)
+    logger.debug("matrix products are invariant from %d rows on", rows)
     return rows
 
 

@@ -220,9 +220,9 @@ def count_blocks(
     blocks = min(memory // size - 1, useful)  # block 0 takes a page's memory, too
     if blocks < 1:
         raise ConfigError(
-            f"No memory for the KV cache: {max(memory, 0)} bytes are available, and the smallest one, two pages of "
-            f"{config.block_size} tokens, takes {2 * size}. Raise {setting}, lower --block-size, or use a narrower "
-            "--kv-cache-dtype or a smaller model."
+            f"No memory for the KV cache: {max(memory, 0)} bytes are available, but the smallest cache, two pages of "
+            f"{config.block_size} tokens, needs {2 * size}. Raise {setting}, lower --block-size, or use a "
+            f"smaller --kv-cache-dtype or a smaller model."
         )
     return _within_memory(blocks, size, setting, device, reserved)
 

@@ -66,9 +66,9 @@ def check_weights_fit(
     free = available_memory()
     if size > free:
         raise ModelLoadError(
-            f"The weights of {path} take {size} bytes as {quantization or dtype}, but {free} bytes of memory are free. "
-            "Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine (a container's limit) with more "
-            "memory."
+            f"The weights of {path} take {size} bytes as {quantization or dtype}, but only {free} bytes of memory "
+            f"are free. Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine or container "
+            f"with more memory."
         )
 
 
@@ -119,8 +119,8 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
     size, free = max_model_len * widest * 4, available_memory()
     if size > free:
         raise ModelLoadError(
-            f"The tables of {max_model_len} positions take {size} bytes, but {free} bytes of memory are free. Set a "
-            "lower --max-model-len."
+            f"The tables of {max_model_len} positions take {size} bytes, but only {free} bytes of memory are free. "
+            f"Lower --max-model-len."
         )
 
 
@@ -146,14 +146,14 @@ def find_quantization(
         with Checkpoint(path, scheme) as checkpoint:
             if not checkpoint.has_few_bits:
                 if config.quantization is not None:
-                    message = "%s: --quantization stored changes nothing, since weights are stored plainly."
+                    message = "%s: --quantization stored has no effect, because the weights are not quantized."
                     logger.warning(message, checkpoint.path)
                 return None
     if wanted is None or device.type == "cpu" or wanted in (*ON_GPUS, "stored"):
         return wanted
-    obstacle = f"{wanted} is for CPUs, GPUs have {' and '.join(ON_GPUS)}"
+    obstacle = f"{wanted} works on CPUs only, GPUs support {' and '.join(ON_GPUS)}"
     if config.quantization is None:
-        logger.info("weights are widened as they are read: %s", obstacle)
+        logger.info("Quantized weights are expanded while they load: %s", obstacle)
         return None
     raise ConfigError(
         f"quantization is {wanted}, but the device is {device}: {obstacle}. Use --device cpu, or --quantization none."
@@ -177,9 +177,9 @@ def explained(model: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ModelLoadError(
-            f"The memory does not suffice to load {model} ({str(error).strip() or type(error).__name__}). Use a "
-            "smaller model, a 16-bit --dtype, a lower --max-model-len or --kv-cache-memory, or a machine (a "
-            "container's limit) with more memory."
+            f"There is not enough memory to load {model} ({str(error).strip() or type(error).__name__}). Use a "
+            "smaller model, a 16-bit --dtype, a lower --max-model-len or --kv-cache-memory, or a machine or "
+            "container with more memory."
         ) from error
 
 
@@ -198,14 +198,16 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
         known = [int(length) for length in (trained, None if spec.decoder and spec.encoder else own) if length]
         if not known:
             raise ConfigError(
-                f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
+                f"{config.model} does not define its context length (max_position_embeddings). Set --max-model-len."
             )
         return min(known)
     if encoder is not None and spec.max_positions is not None and config.max_model_len <= encoder:
         return min(config.max_model_len, spec.max_positions)
     if trained is not None and config.max_model_len > trained:
         logger.warning(
-            "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
+            "max_model_len is %d, but the model was trained with %d tokens: longer texts may get poor answers.",
+            config.max_model_len,
+            trained,
         )
     return config.max_model_len
 

@@ -83,7 +83,7 @@ class OneRow:
                     kept, best = replay, form.name
         self.timed[name], self.kept[name] = times, best
         told = ", ".join(f"{1e3 * seconds:.3f} ms with {form}" for form, seconds in times.items())
-        logger.info("%s of one row: %s; kept: %s", name, told, best)
+        logger.debug("%s of one row: %s; kept: %s", name, told, best)
         return kept
 
     def _ours(self) -> list[RowForm]:

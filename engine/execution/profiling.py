@@ -93,8 +93,8 @@ def allocate_pages(
     runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
     if needs is not None:
         logger.info(
-            "GPU memory: of %s, %s are used by weights (%s), libraries and other processes; the largest step takes %s, "
-            "recorded steps %s at most; %s are for pages (--gpu-memory-utilization %s)",
+            "GPU memory: %s in all; %s used by weights (%s), libraries and other processes; %s for the largest step; "
+            "at most %s for recorded steps; %s for the KV cache (--gpu-memory-utilization %s)",
             *map(gib, (needs.total, needs.used, needs.weights, needs.step, needs.graphs, available or 0)),
             config.gpu_memory_utilization,
         )  # fmt: skip
@@ -212,8 +212,8 @@ def warn_if_short(info: EngineInfo) -> None:
     """Say it if not even one request of the full length fits; shorter ones are served."""
     if info.num_blocks and info.full_requests < 1.0:
         logger.warning(
-            "the KV cache holds %d tokens, less than one request of the full %d (max_model_len): longer requests will "
-            "be refused. Give it more memory (--kv-cache-memory, --gpu-memory-utilization), choose a narrower "
+            "The KV cache holds %d tokens, fewer than max_model_len (%d): longer requests will "
+            "be refused. Give it more memory (--kv-cache-memory, --gpu-memory-utilization), choose a smaller "
             "--kv-cache-dtype, or lower --max-model-len.",
             info.num_blocks * info.block_size, info.max_model_len,
         )  # fmt: skip

@@ -86,7 +86,7 @@ class Recovery:
             self.rows = _raised(self.rows, most.max_num_seqs)
             if self.tokens == self.rows == _UNBOUNDED:
                 self._patience = _PATIENCE
-                logger.info("steps may be as large as the settings say again")
+                logger.info("Steps have their full size again.")
 
     def recover(self, error: Exception) -> list[RequestDelta]:
         """Divide the oldest step in flight, which could not be computed, or end the one request that it is about.
@@ -162,7 +162,7 @@ class Recovery:
             while self._scheduler.in_flight:
                 self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}")
             raise EngineDeadError(
-                f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
+                f"steps can no longer be computed: {_named(error)}; even a step of one token fails: {_named(second)}"
             ) from second
 
     def _copy(self, pairs: Sequence[tuple[SequenceGroup, tuple[int, int]]]) -> dict[SequenceGroup, Exception]:
@@ -221,9 +221,9 @@ class Recovery:
             self.tokens = max(min(self.tokens, _size(plan)) // 2, 1)
         self._patience, self._good = self._longer, 0
         logger.warning(
-            "out of memory in a step of %d tokens in %d rows: it is computed in smaller parts, and the next steps are "
-            "kept smaller (%s). If that happens often, lower --max-num-batched-tokens (for long prompts) or "
-            "--max-num-seqs (for many answers at a time), or leave more memory beside the pages: lower "
+            "Out of memory in a step of %d tokens in %d rows. It is computed in smaller parts, and the next steps are "
+            "kept smaller (%s). If this happens often, lower --max-num-batched-tokens (for long prompts) or "
+            "--max-num-seqs (for many answers at a time), or leave more memory outside the KV cache: lower "
             "--gpu-memory-utilization.",
             _size(plan), plan.num_rows, str(error).split("\n")[0],
         )  # fmt: skip

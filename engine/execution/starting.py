@@ -99,10 +99,10 @@ def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecut
     device = choose_device(config.device)
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
         why, fix = gpus.obstacle(torch.version.cuda, torch.version.hip)
-        logger.warning("the CPU computes, although there is an NVIDIA driver: %s. %s", why, fix)
+        logger.warning("Running on the CPU although there is an NVIDIA driver: %s. %s", why, fix)
     if device.type == "cuda":
         gpu_facts = look_at(device, config.gpu_memory_utilization)
-        logger.info("the GPU is %s", gpu_facts.chosen)
+        logger.info("GPU: %s", gpu_facts.chosen)
         for found, fix in gpu_facts.warnings:
             logger.warning("%s. %s", found, fix)
     with explained(config.model), gpu.current(device):

@@ -24,7 +24,7 @@ def use_threads(config: EngineConfig) -> int:
         torch.set_num_threads(count)
     if chosen.too_many:
         logger.warning(
-            "threads is %d (%s), but %g CPUs may be used: threads that wait for each other are slow. Lower --threads.",
+            "threads is %d (%s), but only %g CPUs are available: more threads slow each other down. Lower --threads.",
             chosen.count,
             chosen.reason,
             chosen.cpus,

@@ -62,7 +62,7 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         return
     if not backend.recordable:
-        logger.info("steps run eagerly: %s attention cannot be recorded", backend.name)
+        logger.info("Steps run without CUDA graphs: %s attention cannot be recorded", backend.name)
         return
     recorder = CudaRecorder(device)
 
@@ -85,14 +85,14 @@ def _try(steps: str, act: Callable[[], None]) -> None:
         act()
     except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
         logger.warning(
-            "%s run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set --enforce-eager to "
-            "start without the attempt.",
+            "%s run without CUDA graphs, which is slower: recording failed (%s). Set --enforce-eager to "
+            "skip the attempt.",
             steps,
             error,
             exc_info=True,
         )
         return
-    logger.info("recorded %s in %.1f s", steps, time.perf_counter() - began)
+    logger.info("Recorded %s in %.1f s", steps, time.perf_counter() - began)
 
 
 @contextmanager

@@ -38,13 +38,13 @@ def make_spare(name: str) -> Path:
     place = Path(tempfile.gettempdir())
     mode = place.stat().st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
-        raise PermissionError(f"other users can rename what is in {place}: it has no sticky bit")
+        raise PermissionError(f"other users can rename files in {place}, because it has no sticky bit")
     folder = place / f"octavo-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()  # a link leads elsewhere
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+        raise PermissionError(f"{folder} is not private to this user")
     (folder / name).mkdir(mode=0o700, exist_ok=True)
     return folder / name
 

@@ -14,7 +14,7 @@ _CONTROL = Path("/dev/nvidiactl")
 # The oldest driver for each major version of CUDA, on Linux (NVIDIA, CUDA Toolkit release notes).
 _OLDEST = {11: 450, 12: 525, 13: 580}
 _SETTING = "CUDA_VISIBLE_DEVICES"
-_NAME_ONE = "name a GPU of nvidia-smi -L in it, by number or UUID"
+_NAME_ONE = "set it to a number or UUID from nvidia-smi -L"
 _CHECK = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus all."
 
 
@@ -40,7 +40,7 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
     """
     if rocm is not None:
         fix = "An NVIDIA GPU needs a CUDA build of torch, as listed on pytorch.org."
-        return f"torch is built for ROCm {rocm}, and sees no AMD GPU", fix
+        return f"torch is built for ROCm {rocm} but sees no AMD GPU", fix
     if cuda is None:
         return "torch is a CPU build", "Install a CUDA build of torch, as listed on pytorch.org."
     if not has_driver():
@@ -63,18 +63,18 @@ def _hidden() -> tuple[str, str]:
         gpus, divided = nvidia_smi.list_gpus(), nvidia_smi.divided_gpus()
     except NoAnswerError as problem:
         setting = "" if listed is None else f" ({_SETTING} is {listed!r})"
-        return f"the NVIDIA driver shows it none{setting}: {problem}", _CHECK
+        return f"the NVIDIA driver shows no GPU{setting}: {problem}", _CHECK
     if not gpus:
         return "nvidia-smi lists none", _CHECK
     if listed is not None and (wrong := wrong_entry(listed, gpus)) is not None:
         return f"{_SETTING} is {listed!r}, {wrong}", f"Unset it, or {_NAME_ONE}. {_listed(gpus)}"
     bare = next((gpu for gpu in gpus if gpu.uuid in divided and not gpu.slices), None)
     if bare is not None:
-        return f"{bare.name} ({bare.uuid}) is to be divided (MIG), and has no slices", (
+        return f"{bare.name} ({bare.uuid}) has MIG enabled but no slices", (
             "As root, make some (nvidia-smi mig -lgip lists sizes, nvidia-smi mig -cgi SIZE -C makes one), or use it "
             "whole: nvidia-smi -mig 0."
         )
-    return "the NVIDIA driver shows it none", _CHECK
+    return "the NVIDIA driver shows no GPU", _CHECK
 
 
 def _names_none(listed: str) -> bool:
@@ -95,9 +95,9 @@ def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
         else:
             there = [gpu.uuid for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         if len(there) != 1:
-            return f"of which {entry!r} {'means several GPUs' if there else 'names no GPU'}"
+            return f"but {entry!r} {'matches several GPUs' if there else 'matches no GPU'}"
         if there[0] in seen:
-            return f"which names {entry!r} twice"
+            return f"which contains {entry!r} twice"
         seen.add(there[0])
     return None
 
@@ -107,7 +107,7 @@ def _listed(gpus: list[ListedGpu]) -> str:
     names = []
     for number, gpu in enumerate(gpus):
         names.append(f"{number} or {gpu.uuid} ({gpu.name})" + "".join(f", its slice {part}" for part in gpu.slices))
-    return f"There are: {'; '.join(names)}."
+    return f"Available: {'; '.join(names)}."
 
 
 def shown_too_few(count: int) -> tuple[str, str] | None:

@@ -38,15 +38,14 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
     found = _DATA_URL.match(text[:256])
     if found is not None:
         if found[3] is None:
-            raise _refused("a data: URL of an image must hold it as base64: data:image/png;base64,...")
+            raise _refused("a data: URL of an image must use base64: data:image/png;base64,...")
         text = text[found.end() :]
     elif (address := _ADDRESS.match(text[:64])) is not None:
         scheme = address[1].lower()
         if scheme == "data":
-            raise _refused("a data: URL of an image must begin as in data:image/png;base64,...")
+            raise _refused("a data: URL of an image must start like data:image/png;base64,...")
         raise _refused(
-            f"images are not fetched, and this one is a URL that begins with {scheme}: . Send the file itself, as a "
-            "data: URL or as base64.",
+            f"images are not downloaded from URLs ({scheme}:). Send the file itself, as a data: URL or as base64.",
             code="image_url_not_fetched",
         )
     most = 4 * -(-max_bytes // 3) + 4
@@ -55,7 +54,7 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
     try:
         data = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused(f"the image is no valid base64 ({error}).") from error
+        raise _refused(f"the image is not valid base64 ({error}).") from error
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes)
     return data
@@ -86,7 +85,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
         raise _too_many_pixels(found[0] if found else "far too many pixels", max_pixels) from error
     except Exception as error:  # whatever a decoder raises on a file that is none of its own
         _check_unpacked(error)
-        raise _refused(f"the image cannot be read: it is none of {', '.join(FORMATS)}, or is damaged.") from error
+        raise _refused(f"the image cannot be read: it is not {', '.join(FORMATS)}, or it is damaged.") from error
     check_pixels(image, max_pixels)
     try:
         image.load()
@@ -124,7 +123,7 @@ def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if not width * height:
-        raise _refused(f"the image has no pixels: it is {width} x {height}.")
+        raise _refused(f"the image is empty: its size is {width} x {height}.")
     if width * height > max_pixels:
         raise _too_many_pixels(f"{width} x {height} pixels", max_pixels)
 
@@ -144,8 +143,8 @@ def _check_unpacked(error: Exception) -> None:
     from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
 
     raise _refused(
-        f"a text or a colour profile in the image unpacks to more than the {MAX_TEXT_CHUNK} bytes that are allowed, or "
-        f"all of them to more than {MAX_TEXT_MEMORY}. Save the image without them.",
+        f"a text or colour profile in the image unpacks to more than {MAX_TEXT_CHUNK} bytes, or all of them to more "
+        f"than {MAX_TEXT_MEMORY}. Save the image without them.",
         code="image_too_large",
     ) from error
 

@@ -29,8 +29,8 @@ def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXE
         height, width = _resized(image.height, image.width, steps.size)
         if height * width > max(max_pixels, 1 << 20):
             raise InvalidRequestError(
-                f"the image of {image.width} x {image.height} pixels would be resized to {width} x {height}, and at "
-                f"most {max_pixels} pixels are allowed (max_image_pixels). Cut off what is too long.",
+                f"the image of {image.width} x {image.height} pixels would be resized to {width} x {height}, but at "
+                f"most {max_pixels} pixels are allowed (max_image_pixels). Crop the longer side.",
                 param="input",
                 code="image_too_large",
             )

@@ -33,8 +33,8 @@ def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
         return steps
     made, read = (" x ".join(map(str, size)) for size in (steps.output, signal.shape[1:]))
     raise UnsupportedModelError(
-        f"{folder}: the preprocessor makes images of {made} pixels, and the model reads {read}. Positions of other "
-        "sizes are not interpolated: correct size or crop_size of preprocessor_config.json."
+        f"{folder}: the preprocessor makes images of {made} pixels, but the model reads {read}. Correct size or "
+        f"crop_size in preprocessor_config.json."
     )
 
 

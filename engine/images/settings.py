@@ -115,14 +115,14 @@ def _class_of(values: Mapping[str, Any], file: Path) -> str:
             found = next((name for name in _CLASSES if model_type == name.lower()), None)
             if found is None:
                 raise UnsupportedModelError(
-                    f"{file} names no image_processor_type, and the model_type of config.json is {model_type!r}; "
-                    f"implemented are the image processors of {known}."
+                    f"{file} has no image_processor_type, and model_type in config.json is {model_type!r}; "
+                    f"supported are the image processors of {known}."
                 )
             return found
     named = _NAME.fullmatch(kind) if isinstance(kind, str) else None
     if named is None:
         raise UnsupportedModelError(
-            f"{file}: image_processor_type is {kind!r}; implemented are the image processors of {known}."
+            f"{file}: image_processor_type is {kind!r}; supported are the image processors of {known}."
         )
     return named[1]
 

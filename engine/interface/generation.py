@@ -23,6 +23,8 @@ from engine.interface.values import brief
 logger = logging.getLogger("octavo.generation")
 
 DEFAULT_MAX_TOKENS = 16
+CHAT_ROOM = 256
+"""Tokens that `truncate_prompt_tokens=-1` keeps free for an answer in a conversation without max_tokens."""
 
 # Fields with an effect here, besides EOS.
 _HONOURED = (
@@ -161,7 +163,7 @@ def load_defaults(
         ignored.append("do_sample with num_beams")
     if ignored:
         logger.warning(
-            "%s sets %s, which Octavo does not implement: answers may differ from the reference",
+            "%s sets %s, which Octavo does not implement: answers may differ from those of transformers",
             source.name,
             ", ".join(f"{name}={stored.get(name)!r}" if name in stored else name for name in ignored),
         )
@@ -189,8 +191,8 @@ def log_fallback(defaults: GenerationDefaults) -> None:
     """Say in one line which sampling defaults are not the model's own."""
     if defaults.fallback:
         logger.info(
-            "the GGUF file sets no %s: requests without a temperature use llama.cpp's defaults, %s "
-            "(--generation-config none: sample unfiltered at temperature 1)",
+            "The GGUF file does not set %s: requests without a temperature use llama.cpp's defaults, %s "
+            "(--generation-config none turns them off)",
             " or ".join(defaults.fallback),
             ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
         )
@@ -214,8 +216,8 @@ def _check_values(values: Mapping[str, Any], source: Path) -> None:
             SamplingParams(**given)
         except InvalidRequestError as error:
             raise ModelLoadError(
-                f"{source} sets {name} to {value!r}, which is impossible: {error} Correct the file, or start with "
-                "--generation-config none to do without it."
+                f"{source} sets {name} to {value!r}, which is invalid: {error} Correct the file, or ignore it with "
+                f"--generation-config none."
             ) from error
 
 
@@ -225,7 +227,7 @@ def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
     unknown = [i for i in listed if not 0 <= i < vocab_size and i != -1]
     if unknown:
         last = vocab_size - 1
-        logger.warning("%s names ids %s, but the vocabulary has 0 to %d: they are left out", name, unknown, last)
+        logger.warning("%s contains ids %s, but the vocabulary has ids 0 to %d: they are ignored", name, unknown, last)
     return [i for i in listed if 0 <= i < vocab_size]
 
 
@@ -236,7 +238,8 @@ def _ids(value: Any) -> frozenset[int]:
         return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
     except (TypeError, ValueError) as error:
         raise ModelLoadError(
-            f"The model's generation_config.json or config.json holds {value!r} where token ids belong. Correct it."
+            f"The model's generation_config.json or config.json contains {value!r} instead of token ids. Correct the "
+            f"file."
         ) from error
 
 
@@ -267,7 +270,7 @@ def resolve(
     for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
         if getattr(params, name):
             raise InvalidRequestError(
-                f"{name} is for LLM and HTTP; the engine itself has no tokenizer and takes {instead}.", param=name
+                f"{name} works in LLM and over HTTP only; the engine has no tokenizer and needs {instead}.", param=name
             )
     # A request that gives a temperature chooses its filters itself.
     values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}
@@ -376,6 +379,17 @@ def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -
     if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
         room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
     return max(room, 1)  # where there is no room the engine says so
+
+
+def tokens_to_keep_free(params: SamplingParams, info: EngineInfo, usual: int = DEFAULT_MAX_TOKENS) -> int:
+    """Tokens of the context that `truncate_prompt_tokens=-1` keeps free for the answer.
+
+    That is max_tokens. Without it, the model's default or `usual` counts, up to a quarter of the context.
+    """
+    if params.max_tokens is not None:
+        return params.max_tokens
+    wanted = min(info.default_max_new_tokens or usual, info.max_model_len // 4)
+    return max(wanted, params.min_tokens or 1)
 
 
 def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:

@@ -119,7 +119,7 @@ def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
     """
     if isinstance(input, AudioInput) and not input.decoder_token_ids:
         raise InvalidRequestError(
-            "the task align needs decoder_token_ids: what the decoder began with and wrote.", param="decoder_prompt"
+            "the task align needs decoder_token_ids: the decoder's first tokens and its output.", param="decoder_prompt"
         )
     return read_input(input, info, start=None)
 
@@ -176,8 +176,8 @@ def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]
     """
     if repeats.end not in tokens:
         raise InvalidRequestError(
-            f"the input has no token {repeats.end} (EOS), where this model reads a class off. Its tokenizer adds one "
-            "to a text; add it to token ids, and leave special tokens in.",
+            f"the input has no token {repeats.end} (EOS), which this model needs to classify. The tokenizer adds it "
+            f"to texts; add it to token ids, and keep special tokens.",
             param="input",
             code="invalid_value",
         )
@@ -216,7 +216,7 @@ def read_boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...
     name = "bbox"
     if not info.boxes:
         raise InvalidRequestError(
-            f"this model reads no boxes: leave {name} out.", param=name, code="unsupported_parameter"
+            f"this model does not read boxes. Remove {name}.", param=name, code="unsupported_parameter"
         )
     if not isinstance(boxes, Sequence) or isinstance(boxes, (str, bytes)):
         raise InvalidRequestError(f"{name} must be a list of boxes, got {brief(boxes)}.", param=name)

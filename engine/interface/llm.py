@@ -16,7 +16,7 @@ from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
-from engine.interface.generation import chat_max_tokens
+from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
@@ -155,7 +155,7 @@ class LLM(PoolingMethods):
         tokenizer, named = need_tokenizer(self.tokenizer, info), chat_template_kwargs or {}
         if reserved := sorted(_TEMPLATE_ARGUMENTS & named.keys()):
             raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {reserved[0]}, which is an argument of chat.",
+                f"chat_template_kwargs must not contain {reserved[0]}, which is an argument of chat.",
                 param="chat_template_kwargs",
             )
         inputs = [
@@ -168,7 +168,7 @@ class LLM(PoolingMethods):
         ]  # fmt: skip
         each = self._params(sampling_params, params, len(inputs))
         inputs = [
-            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen).cut(input.token_ids))
+            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen, CHAT_ROOM).cut(input.token_ids))
             for input, chosen in zip(inputs, each, strict=True)
         ]
         each = [
@@ -328,12 +328,12 @@ class LLM(PoolingMethods):
         count: int,
     ) -> list[SamplingParams]:
         if sampling_params is not None and params is not None:
-            raise InvalidRequestError("params and sampling_params are the same; give one of them.", param="params")
+            raise InvalidRequestError("params and sampling_params are the same; set only one of them.", param="params")
         given = params if sampling_params is None else sampling_params
         if given is None:
             return [SamplingParams()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
         if len(given) != count:
-            raise InvalidRequestError(f"{count} prompts came with {len(given)} SamplingParams.", param="params")
+            raise InvalidRequestError(f"there are {count} prompts but {len(given)} SamplingParams.", param="params")
         return list(given)

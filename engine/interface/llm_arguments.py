@@ -63,7 +63,7 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
             continue
         if name not in _HARMLESS:
             near = difflib.get_close_matches(name, [*known, *_HARMLESS], n=1)
-            raise ConfigError(f"LLM takes no {name}{f'; did you mean {near[0]}?' if near else '.'}")
+            raise ConfigError(f"LLM has no argument {name}{f'; did you mean {near[0]}?' if near else '.'}")
         allowed, reason = _HARMLESS[name]
         if allowed is not _ANY and value not in allowed:
             raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}: {reason}.")

@@ -146,7 +146,8 @@ class PoolingMethods:
         if pooling_params is not None:
             if pooling_task not in (None, pooling_params.task):
                 raise InvalidRequestError(
-                    f"pooling_task is {pooling_task}, and pooling_params say {pooling_params.task}; give one of them.",
+                    f"pooling_task is {pooling_task}, but pooling_params has the task {pooling_params.task}. Set "
+                    f"only one of them.",
                     param="pooling_task",
                 )
             task = pooling_params.task

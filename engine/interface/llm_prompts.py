@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, Literal, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.interface.generation import DEFAULT_MAX_TOKENS, tokens_to_keep_free
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.interface.values import brief
@@ -48,22 +49,27 @@ class PromptReader:
     kept: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, info: EngineInfo, params: SamplingParams) -> PromptReader:
+    def of(
+        cls, tokenizer: Tokenizer | None, info: EngineInfo, params: SamplingParams, usual: int = DEFAULT_MAX_TOKENS
+    ) -> PromptReader:
         """Make the reader for the prompt of a request with these parameters.
 
+        Args:
+            usual: tokens that the answer may have where nothing else says it, see `tokens_to_keep_free`.
+
         Raises:
-            InvalidRequestError: truncate_prompt_tokens are more than the model takes.
+            InvalidRequestError: truncate_prompt_tokens is more than the model takes.
         """
         room, kept = info.max_encoder_len or info.max_model_len, params.truncate_prompt_tokens
         if kept is not None and kept > room:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 for as many as "
-                "leave room for the answer.",
+                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 to keep as "
+                "much as leaves room for the answer.",
                 param="truncate_prompt_tokens",
                 code="invalid_value",
             )
         if kept == -1:
-            kept = room if info.max_encoder_len else max(room - (params.max_tokens or 1), 1)
+            kept = room if info.max_encoder_len else max(room - tokens_to_keep_free(params, info, usual), 1)
         return cls(tokenizer, info, kept)
 
     def read(self, prompt: Any) -> AnyInput:

@@ -193,6 +193,6 @@ def need_speech(info: EngineInfo, tokenizer: Tokenizer | None) -> Tokenizer:
         InvalidRequestError: the model is none, or has no tokenizer.
     """
     if info.speech is None or tokenizer is None:
-        reason = "is no speech model" if info.speech is None else "has no tokenizer, so it cannot write texts"
+        reason = "is not a speech model" if info.speech is None else "has no tokenizer, so it cannot write texts"
         raise InvalidRequestError(f"{info.model} {reason}.", param="model", code="unsupported_endpoint")
     return tokenizer

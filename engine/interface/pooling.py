@@ -140,22 +140,22 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     size = info.embedding_size
     if modes and not info.pooling_modes:
         raise InvalidRequestError(
-            f"pooling is {params.pooling!r}, but this model has a head that makes its vectors. Leave pooling out.",
+            f"pooling is {params.pooling!r}, but this model has its own head for vectors. Remove pooling.",
             param="pooling",
             code="invalid_value",
         )
     if modes != info.pooling_modes:
         if info.has_projection and len(modes) != len(info.pooling_modes):
             raise InvalidRequestError(
-                f"pooling is {params.pooling!r}, but this model makes its embedding of the vectors of "
-                f"{' and '.join(info.pooling_modes)} pooling together. Leave pooling out.",
+                f"pooling is {params.pooling!r}, but this model's embedding combines "
+                f"{' and '.join(info.pooling_modes)} pooling. Remove pooling.",
                 param="pooling",
                 code="invalid_value",
             )
         size = info.embedding_size if info.has_projection else info.hidden_size
     if params.dimensions is not None and params.dimensions > size:
         raise InvalidRequestError(
-            f"dimensions is {params.dimensions}, but this model's embeddings have {size}. Ask for no more.",
+            f"dimensions is {params.dimensions}, but this model's embeddings have only {size} dimensions.",
             param="dimensions",
             code="invalid_value",
         )
@@ -175,8 +175,7 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
             )
     if params.attended is not None and not (params.task == "token_embed" and _fills(info)):
         raise InvalidRequestError(
-            "attended goes with token_embed of a model whose queries are filled up with masks that no token attends "
-            "to. Leave it out.",
+            "attended is only for token_embed with a model that pads queries with masks. Remove it.",
             param="attended",
             code="unsupported_parameter",
         )
@@ -220,7 +219,7 @@ def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int)
         )
     if params.skip_tokens >= prompt_len:
         raise InvalidRequestError(
-            f"skip_tokens is {params.skip_tokens}, and must be below the decoder's {prompt_len} tokens.",
+            f"skip_tokens is {params.skip_tokens}, but must be below the decoder's {prompt_len} tokens.",
             param="skip_tokens",
             code="invalid_value",
         )
@@ -248,7 +247,7 @@ def check_task(info: EngineInfo, task: Task) -> None:
     """
     if task not in info.tasks:
         if task == "align":
-            lacks = "it is no speech model" if info.speech is None else info.speech.no_alignment
+            lacks = "it is not a speech model" if info.speech is None else info.speech.no_alignment
         elif info.max_encoder_len is not None and "generate" in info.tasks:
             lacks = "it is an encoder-decoder model, made to generate"
         else:

@@ -136,73 +136,74 @@ class SamplingParams:
     """How to decode one request.
 
     Attributes:
-        max_tokens: most tokens to generate (16 where neither caller nor model says otherwise).
-        min_tokens: EOS and stop ids are banned until this many tokens were generated (0).
-        temperature: softmax temperature, 0 for greedy (1.0; 0 where the model's own
-            `generation_config.json` says `do_sample: false`).
-        top_k: keep the k most probable tokens; 0 or -1 for all.
-        top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
-        min_p: drop tokens less probable than min_p times the most probable one (0.0).
-        top_n_sigma: drop tokens whose logits are more than so many standard deviations below the largest
-            (arXiv:2411.07641); 0 or -1 for none.
-        typical_p: keep the tokens whose information is nearest to the expected one, until their probability reaches
-            typical_p (locally typical sampling, arXiv:2202.00666; 1.0).
-        xtc_probability: for so many of the tokens leave out all but the least probable of those choices that are at
-            least xtc_threshold probable ("exclude top choices"; 0.0).
-        xtc_threshold: the least probability of what xtc_probability leaves out (0.1); above 0.5 there is nothing.
-        seed: makes sampling reproducible, whatever else is in the batch; drawn at random where there is none.
+        max_tokens: most tokens to generate (default: the model's own, else 16).
+        min_tokens: ban EOS and stop tokens until this many tokens were generated (0).
+        temperature: softmax temperature; 0 means greedy (1.0, or 0 if the model's `generation_config.json` has
+            `do_sample: false`).
+        top_k: keep the k most probable tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose total probability reaches top_p (1.0).
+        min_p: drop tokens that are less probable than min_p times the most probable one (0.0).
+        top_n_sigma: drop tokens whose logits are more than this many standard deviations below the largest one
+            (arXiv:2411.07641); 0 or -1: off.
+        typical_p: keep the tokens whose information is closest to the expected value, until their total probability
+            reaches typical_p (locally typical sampling, arXiv:2202.00666; 1.0).
+        xtc_probability: probability of applying XTC ("exclude top choices") to a token: of all choices at or above
+            xtc_threshold, keep only the least probable one (0.0).
+        xtc_threshold: probability from which a token counts as a top choice for XTC (0.1); XTC does nothing above 0.5.
+        seed: makes sampling reproducible, independent of other requests in the batch (default: random).
         n: number of answers.
-        repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
+        repetition_penalty: penalty for tokens that already occur in prompt or output, as in CTRL (arXiv:1909.05858;
+            1.0).
         presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].
-        dry_multiplier: takes dry_multiplier * dry_base ** (length - dry_allowed_length) from the logit of a token that
-            would go on with a repetition of that length within prompt and output (DRY, "don't repeat yourself"; 0.0).
-        dry_base: how fast that grows (1.75).
-        dry_allowed_length: repetitions of fewer tokens cost nothing (2).
-        dry_penalty_last_n: the last so many tokens are looked at; -1 for all (-1).
+        dry_multiplier: subtracts dry_multiplier * dry_base ** (length - dry_allowed_length) from the logit of a token
+            that would extend a repetition of that length in prompt and output (DRY, "don't repeat yourself"; 0.0).
+        dry_base: growth of the DRY penalty per repeated token (1.75).
+        dry_allowed_length: repetitions shorter than this have no DRY penalty (2).
+        dry_penalty_last_n: number of latest tokens that DRY looks at; -1 means all (-1).
         dry_sequence_breakers: texts at which repetitions end, at most 32 (["\\n", ":", "\\"", "*"]).
         logit_bias: token id -> value added to its logit, from -100 to 100.
-        stop: strings that end the answer, at most 16; not with beams.
-        stop_token_ids: ids that end the answer, besides the model's EOS.
-        ignore_eos: let the model's EOS be an ordinary token.
+        stop: strings that end the answer, at most 16; not allowed with beams.
+        stop_token_ids: token ids that end the answer, in addition to the model's EOS.
+        ignore_eos: treat the model's EOS as an ordinary token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: report the chosen token's log-probability and this many of the most probable.
+        logprobs: report the log-probabilities of the chosen token and of this many most probable tokens.
         prompt_logprobs: the same for each token of the prompt.
-        logprob_token_ids: report the log-probabilities of these ids in each place, too, at most 128; implies logprobs.
-        num_beams: beam search with that many beams if above 1; temperature and the filters are
-            then not applied. A model's own default is left aside for a temperature above 0, another filter that
-            keeps less than all tokens, or stop in the request, and stays at an explicit temperature of 0.
+        logprob_token_ids: also report the log-probabilities of these token ids, at most 128; implies logprobs.
+        num_beams: use beam search with this many beams if above 1; temperature and filters then have no effect. A
+            model's default number of beams does not apply to a request with a temperature above 0, with another filter
+            that removes tokens, or with stop.
         length_penalty: a finished beam's score is its log-probability / length ** length_penalty (1.0).
         early_stopping: True, False or "never", as in `transformers` (False).
-        no_repeat_ngram_size: no n-gram of that size occurs twice in prompt and output (0: off).
-        min_length: EOS is banned until prompt and output together have that many tokens (0); min_tokens,
-            where given, replaces it, as in `transformers`.
-        suppress_tokens: ids that are never generated.
-        begin_suppress_tokens: ids that are not generated as the first token.
-        allowed_token_ids: the only ids that are generated, at least one; the answer ends early only with an EOS or
-            stop id among them, or with a stop string. Forced tokens come all the same.
-        bad_words_ids: sequences of ids that never occur in the answer; one of a single EOS id counts for nothing.
-        bad_words: texts that never occur in the answer, at its beginning or after a space: the tokens that they have
-            there are banned, as by bad_words_ids. At most 1024, of at most 1024 characters each.
-        encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only
-            model's prompt; below 1 disfavours them (1.0).
-        encoder_no_repeat_ngram_size: no n-gram of that size of the encoder's input, or of a decoder-only
-            model's prompt, is generated (0: off).
-        renormalize_logits: with beams, scores are log-probabilities again after penalties and bans (False).
-        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
-        forced_bos_token_id: the second token of a sequence whose prompt is a single token.
-        forced_eos_token_id: the last token when max_tokens is reached.
-        stream_beams: tell after each step which beams go on and which end; in a stream, and of a beam search only.
-        structured_outputs: what the answer must look like: JSON of a schema, a choice, what a regular expression or a
-            grammar describes. It ends as soon as it is complete, whatever min_tokens says; one that max_tokens or a
-            stop string cuts off is not complete.
-        reasoning_budget: where the answer's reasoning must end at the latest.
-        constraint: {"catalogue": NAME}: the answer is one of the titles of the catalogue that the engine knows by that
-            name. Where max_tokens is left out, the longest one has room; an answer that it cuts off is no title.
-        truncate_prompt_tokens: keep the last so many tokens of a longer prompt; -1: as many as leave room for the
-            answer.
-        detokenize: make texts of the answer's tokens; False: texts are empty, and stop strings are not possible.
-        timestamps: of a speech model: the answer holds the times of what is said, as tokens, by the rules of Whisper
+        no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output (0: off).
+        min_length: ban EOS until prompt and output together have this many tokens (0); min_tokens takes precedence, as
+            in `transformers`.
+        suppress_tokens: token ids that are never generated.
+        begin_suppress_tokens: token ids that are not generated as the first token.
+        allowed_token_ids: only these token ids are generated, at least one. The answer ends early only with an EOS or
+            stop id among them, or with a stop string. Forced tokens are not restricted.
+        bad_words_ids: sequences of token ids that never occur in the answer. A sequence of a single EOS id has no
+            effect.
+        bad_words: texts that never occur in the answer, at its beginning or after a space. Their tokens are banned as
+            by bad_words_ids. At most 1024, of at most 1024 characters each.
+        encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only model's
+            prompt; below 1 disfavours them (1.0).
+        encoder_no_repeat_ngram_size: no n-gram of this size from the encoder's input, or from a decoder-only model's
+            prompt, is generated (0: off).
+        renormalize_logits: with beams, normalize scores to log-probabilities again after penalties and bans (False).
+        decoder_start_token_id: first token of an encoder-decoder model's decoder.
+        forced_bos_token_id: second token of a sequence whose prompt is a single token.
+        forced_eos_token_id: last token if max_tokens is reached.
+        stream_beams: report after each step which beams continue and which end; only for streamed beam searches.
+        structured_outputs: format of the answer: a JSON schema, a choice, a regular expression or a grammar. The answer
+            ends as soon as it is complete, even before min_tokens. An answer that max_tokens or a stop string cuts off
+            is incomplete.
+        reasoning_budget: limit of the tokens of the answer's reasoning.
+        constraint: {"catalogue": NAME}: the answer is one of the titles of that catalogue. Without max_tokens, the
+            longest title has room. An answer that max_tokens cuts off is no title.
+        truncate_prompt_tokens: cut a longer prompt to its last N tokens. -1: keep as many as leave room for the answer.
+        detokenize: convert the answer to text. False: texts are empty, and stop strings are not allowed.
+        timestamps: speech models only: add the times of what is said to the answer, as tokens, by the rules of Whisper
             (arXiv:2212.04356).
     """
 

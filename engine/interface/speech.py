@@ -66,8 +66,8 @@ def read_speech(
         first = known("notimestamps")
     if first is None and vocabulary is not None:
         raise ModelLoadError(
-            "generation_config.json names no no_timestamps_token_id, and the tokenizer has no token <|notimestamps|>. "
-            "Transcriptions need it. Take both from the model that this one was made of."
+            "generation_config.json has no no_timestamps_token_id, and the tokenizer has no token <|notimestamps|>. "
+            "Transcription needs them. Copy both files from the base model."
         )
     if first is None:
         return None
@@ -75,7 +75,7 @@ def read_speech(
     def token(name: str, value: Any) -> int:
         if type(value) is not int or not 0 <= value < vocab_size:
             raise ModelLoadError(
-                f"generation_config.json sets {name} to {value!r}, which is no id of the vocabulary (0 to "
+                f"generation_config.json sets {name} to {value!r}, which is not in the vocabulary (ids 0 to "
                 f"{vocab_size - 1}). Correct the file."
             )
         return value
@@ -147,9 +147,8 @@ def _defaults(
     for name, given, value, known in (("language", language, code, languages), ("task", task, task, tasks or _TASKS)):
         if value is not None and (not isinstance(value, str) or value not in known):
             raise ModelLoadError(
-                f"generation_config.json sets {name} to {brief(given)}, but the model knows "
-                f"{', '.join(sorted(known))}. Correct the file, or start with "
-                "--generation-config none to do without it."
+                f"generation_config.json sets {name} to {brief(given)}, but the model supports "
+                f"{', '.join(sorted(known))}. Correct the file, or ignore it with --generation-config none."
             )
     return {"language": code, "task": task or "transcribe"}
 
@@ -250,7 +249,7 @@ def timed(decoding: Decoding, info: SpeechInfo | None, vocab_size: int) -> Decod
     if info is None or not decoding.eos_ids:
         missing = "no_timestamps_token_id" if info is None else "eos_token_id"
         raise InvalidRequestError(
-            f"timestamps are for speech models, and the generation_config.json of this one names no {missing}.",
+            f"timestamps need a speech model, but this model's generation_config.json has no {missing}.",
             param="timestamps",
             code="unsupported_parameter",
         )

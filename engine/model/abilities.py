@@ -76,7 +76,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan | spec.LabelledSpans)):
         logger.warning(
-            "%s makes embeddings of this model, which are not served: it has a head that %s",
+            "%s describes embeddings, but they are not served: the model has a head that %s",
             pipeline.transformer / MODULES,
             _does(model.head, both),
         )
@@ -125,8 +125,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         return Abilities(tasks=tasks, prompts=prompts, default_prompt=default, **found)
     if not pipeline.modes:
         raise UnsupportedModelError(
-            f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling, and the model has no head that "
-            "classifies, so that it gives neither vectors nor scores. Add a Pooling module, or remove the file."
+            f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling module, and the model has no "
+            f"classification head. Add a Pooling module, or remove the file."
         )
     return Abilities(
         tasks=tasks,
@@ -176,7 +176,7 @@ def _readable(model: spec.ModelSpec, folder: Path, sides: Mapping[str, SideInfo]
     for name, side in sides.items():
         if side.filled and not side.attended and not all(map(_leaves_keys_out, model.trunk.blocks)):
             logger.warning(
-                "%s: a %s is not filled up with masks, for this model's layers cannot leave these out of attention.",
+                "%s: a %s is not padded with masks, because this model's layers cannot exclude them from attention.",
                 folder,
                 name,
             )

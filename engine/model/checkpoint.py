@@ -87,8 +87,8 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
     folder = hub.download(model, PATTERNS, revision, hf_token, local_only=not download)
     if not is_checkpoint(folder):
         raise ModelLoadError(
-            f"The model {hub.at(model, revision)} on the hub holds no config.json, so it cannot be loaded. Of GGUF "
-            f"files there name one: {model}:Q4_K_M, say."
+            f"The model {hub.at(model, revision)} on the hub has no config.json, so it cannot be loaded. If it "
+            f"contains GGUF files, choose one, such as {model}:Q4_K_M."
         )
     return folder
 
@@ -109,6 +109,6 @@ def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
     config = given or read(path, known=families.is_known(read_values(path / "config.json")))
     part = language_part(config)
     if part is not config:
-        logger.info("%s is served as a text model: images are refused.", families.architecture(config))
+        logger.info("%s is served as a text model; requests with images are refused.", families.architecture(config))
     families.stored_scheme(part)
     return part

@@ -23,22 +23,22 @@ def find_here(model: str) -> Path | None:
             return file
         if not is_checkpoint(path):
             raise ModelLoadError(
-                f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
-                "Give the folder that holds config.json and the safetensors files, or a GGUF file."
+                f"The folder {path} has no config.json, so it is not a checkpoint in Hugging Face's format. Give the "
+                f"folder that contains config.json and the safetensors files, or a GGUF file."
             )
         return path
     if path.suffix == SUFFIX and path.exists():
         return path
     if path.exists():
         raise ModelLoadError(
-            f"{path} is a file; give the folder of the checkpoint that holds config.json, or a file *{SUFFIX}."
+            f"{path} is a file, but not a {SUFFIX} file. Give the folder that contains config.json, or a {SUFFIX} file."
         )
     if named_file(model) is not None:
         return None
     if path.suffix == SUFFIX:
         raise ModelLoadError(f"The file {path} does not exist.{near(path)}")
     if _looks_like_path(model):
-        advice = near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
+        advice = near(path) or " Give a folder with config.json, or a model on the hub, such as org/name."
         raise ModelLoadError(f"The folder {path} does not exist.{advice}")
     return None
 

@@ -79,7 +79,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
         except refusals:
             raise
         except Exception as error:  # whatever the HTTP client of the installed version raises
-            logger.warning("%s: the hub cannot be asked for its files: %s", model, error)
+            logger.warning("%s: the hub does not list its files: %s", model, error)
             return None
 
 
@@ -95,13 +95,13 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
         ) from error
     except GatedRepoError as error:
         raise ModelLoadError(
-            f"Access to {place} is restricted. Accept its conditions on https://huggingface.co/{model}, then give a "
-            "token that has access in HF_TOKEN."
+            f"Access to {place} is restricted. Accept its conditions on https://huggingface.co/{model}, then set "
+            f"HF_TOKEN to a token with access."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"There is no folder {model}, and no model {place} on the hub; it may also be private.{near(Path(model))} "
-            "Check the name, or give a token that has access in HF_TOKEN."
+            f"There is no folder {model}, and no public model {place} on the hub.{near(Path(model))} "
+            "Check the name, or set HF_TOKEN to a token with access."
         ) from error
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error

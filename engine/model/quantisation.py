@@ -77,8 +77,8 @@ def warn_if_slow(device: torch.device) -> None:
     """Say in the log what weights of few bits cost without kernels of our own."""
     if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
-            "Weights of few bits are widened by torch at every product, which is slow: Octavo's own kernels are not "
-            "there (see octavo doctor). Plain weights are faster here."
+            "Octavo's own kernels are missing (see octavo doctor), so torch expands the quantized weights in every "
+            "step, which is slow. Unquantized weights are faster here."
         )
 
 

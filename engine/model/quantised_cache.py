@@ -156,7 +156,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
-            logger.warning("Quantised weights: %s is not used, but made again: %s.", self.path, error)
+            logger.warning("Quantized weights in %s cannot be used and are made again: %s.", self.path, error)
             if not isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     self.path.unlink()

@@ -261,18 +261,20 @@ class MatrixLoading:
         """Say what was done."""
         if self._kind is None:
             return
-        what = f"Quantised weights ({self._kind})"
+        what = f"Quantized weights ({self._kind})"
         if self._count:
-            logger.info("%s of %d matrices were taken as they are stored.", what, self._count)
+            logger.debug("%s of %d matrices are used as they are stored", what, self._count)
         if not self._matrices:
             return
         if self._problem:
-            message = "%s were made, but cannot be kept for the next start: %s. See --quantization-cache."
+            message = "%s cannot be kept for the next start: %s. See --quantization-cache."
             logger.warning(message, what, self._problem)
         elif self._cache is None:
-            logger.info("%s were made, and are not kept: --quantization-cache is off, or there is no home.", what)
+            logger.info(
+                "%s are not kept for the next start: --quantization-cache is off, or there is no home folder.", what
+            )
         else:
-            done = "were made, and kept for the next start in" if self._entry is None else "were read from"
+            done = "are kept for the next start in" if self._entry is None else "were read from"
             logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
 
 
@@ -310,7 +312,7 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, 
         module.taken = found is not None
     if wider:
         counts = ", ".join(f"{count} of {kind.upper()}" for kind, count in wider.items())
-        logger.info("Tensors that share a matrix with others become int8: %s.", counts)
+        logger.debug("tensors that share a matrix with others become int8: %s", counts)
     heads = {id(module.weight) for module, _ in model.matrices(None)}
     for embedding in (module for module in model.modules() if isinstance(module, TokenEmbedding)):
         entry = filled[id(embedding.tokens)]

@@ -107,9 +107,9 @@ def quantise_checkpoint(
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file. Name a folder that is not there yet.")
+        raise ConfigError(f"{folder} is a file. Choose a folder that does not exist yet.")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is there already, and not empty. Name a folder that is not there yet.")
+        raise ConfigError(f"{folder} exists and is not empty. Choose a folder that does not exist yet.")
     root = locate(model, revision, hf_token)
     path = read_folder(root).transformer
     config = read_config(path)
@@ -118,7 +118,8 @@ def quantise_checkpoint(
     spec = build_spec(config)
     if isinstance(spec.head, LabelledSpans):
         raise UnsupportedModelError(
-            f"{model} is a GLiNER, whose library reads no weights of few bits. Serve it with --quantization instead."
+            f"{model} is a GLiNER model, whose library does not read quantized weights. Serve it with --quantization "
+            f"instead."
         )
     check_parameters(path, spec, scheme)
     with Checkpoint(path) as checkpoint:
@@ -141,7 +142,7 @@ def quantise_checkpoint(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(folder.parent).free) < after:
-                raise ConfigError(f"The weights take {after} bytes, of which {folder.parent} has {free} free.")
+                raise ConfigError(f"The weights take {after} bytes, but {folder.parent} has only {free} bytes free.")
             with _draft(folder) as draft:
                 inner = draft / path.relative_to(root)
                 _copy_others(root, draft, path)
@@ -164,20 +165,20 @@ def quantise_checkpoint(
 
 def _few_bits_already(model: str, title: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The weights of {model} are stored in few bits already ({title}). Serve it as it is (octavo serve {model}), "
-        "or name the checkpoint that it was made of."
+        f"The weights of {model} are already quantized ({title}). Serve it as it is (octavo serve {model}), "
+        "or choose the original checkpoint."
     )
 
 
 def _nothing_fits(model: str, checkpoint: Checkpoint, names: list[str]) -> str:
-    why = "it has no matrices that few bits are made of"
+    why = "it has no matrices that can be quantized"
     if names:
         shown = ", ".join(checkpoint.stored_name(name) for name in names[:_SHOWN])
         why = (
-            f"compressed-tensors has a place for matrices [outputs, inputs] whose inputs are a multiple of {GROUP}, "
-            f"and none here is such ({shown})"
+            f"compressed-tensors needs matrices [outputs, inputs] whose inputs are a multiple of {GROUP}, "
+            f"but no matrix here is ({shown})"
         )
-    return f"{model} cannot be written so: {why}. Serve it with --quantization, which makes them smaller as it loads."
+    return f"{model} cannot be converted: {why}. Serve it with --quantization, which quantizes it while it loads."
 
 
 def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Quantization) -> dict[str, bool]:

@@ -75,7 +75,7 @@ def _colbert_layer(path: Path) -> DenseLayer:
     with Checkpoint(path) as stored:
         shape = stored.shape(_COLBERT_WEIGHT) if _COLBERT_WEIGHT in stored.names else torch.Size()
         if len(shape) != 2:
-            raise ModelLoadError(f"{path} lacks the matrix {_COLBERT_WEIGHT}, which makes vectors of tokens.")
+            raise ModelLoadError(f"{path} lacks the matrix {_COLBERT_WEIGHT}, which computes the token vectors.")
         if stored.format(_COLBERT_WEIGHT) not in FORMATS:
             raise UnsupportedModelError(
                 f"{path}: the tensor {_COLBERT_WEIGHT} is stored as {stored.format(_COLBERT_WEIGHT)}; only "
@@ -97,8 +97,8 @@ def _sides(file: Path) -> dict[str, SideInfo]:
     colbert/modeling/), by the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
     if not file.is_file():
         logger.warning(
-            "%s is missing, which says how queries and documents are read: they are read like any text, without "
-            "markers, and queries are not filled up with masks.",
+            "%s is missing. Queries and documents are read like any text: without "
+            "markers, and queries are not padded with masks.",
             file,
         )
         return {}
@@ -111,7 +111,7 @@ def _sides(file: Path) -> dict[str, SideInfo]:
         raise ModelLoadError(f"{file}: query_token_id and doc_token_id must be tokens of the vocabulary.")
     for name, implemented in (("similarity", "cosine"), ("interaction", "colbert")):
         if known.get(name, implemented) != implemented:
-            logger.warning("%s: %s is %s, which is not heeded: scores are MaxSim.", file, name, known[name])
+            logger.warning("%s: %s is %s, which Octavo ignores: scores are MaxSim.", file, name, known[name])
     query = SideInfo(
         marker=marks[0],
         length=token_length(file, known, "query_maxlen", 32),
@@ -151,7 +151,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(file) as archive:
             size = max(sum(entry.file_size for entry in archive.infolist()), file.stat().st_size)
     except zipfile.BadZipFile as error:
-        raise ModelLoadError(f"{file} is no file that torch 1.6 or newer wrote ({error}).") from error
+        raise ModelLoadError(f"{file} was not written by torch 1.6 or newer ({error}).") from error
     if size > MOST_BYTES:
         raise ModelLoadError(f"{file} holds {size} bytes; of a linear layer at most {MOST_BYTES} are read.")
     try:

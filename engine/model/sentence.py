@@ -386,7 +386,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
         raise module.refusal(f"{file.name} asks for another output than {states}, which is not implemented")
     for name in ("model_args", "model_kwargs", "config_args", "config_kwargs", "processing_kwargs", "query_expansion"):
         if config.get(name):
-            logger.warning("%s: %s is not heeded: %s", file, name, config[name])
+            logger.warning("%s: %s is ignored: %s", file, name, config[name])
     length = config.get("max_seq_length")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelLoadError(f"{file}: max_seq_length must be a whole number, got {length!r}.")

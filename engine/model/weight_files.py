@@ -363,14 +363,14 @@ def weight_files(path: Path) -> list[Path]:
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelLoadError(f"{index} is damaged: it holds no weight_map of tensor names to files.") from error
+        raise ModelLoadError(f"{index} is damaged: it has no weight_map of tensor names to files.") from error
     for shard in shards:
         if not isinstance(shard, str) or not shard or shard in (".", "..") or "/" in shard or "\\" in shard:
-            raise ModelLoadError(
-                f"{index} names the file {shard!r}; a shard must be the plain name of a file in the same folder."
-            )
+            raise ModelLoadError(f"{index} refers to the file {shard!r}, but shards must be in the same folder.")
         if not (path / shard).is_file():
-            raise ModelLoadError(f"{path} lacks {shard}, which {INDEX_FILE} names. Download the checkpoint again.")
+            raise ModelLoadError(
+                f"{path} lacks {shard}, which is listed in {INDEX_FILE}. Download the checkpoint again."
+            )
     if not shards:
         raise ModelLoadError(f"{index} names no files.")
     return [path / shard for shard in shards]

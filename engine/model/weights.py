@@ -95,15 +95,15 @@ def load_model(
         if quantization == "stored":
             mark_stored(model, checkpoint, table, device)
         if title is not None:
-            becomes = f"and widened to {str(dtype)[6:]} as they are read"
+            becomes = f"expanded to {str(dtype)[6:]} while they load"
             if quantization == "stored":
                 kept, plain = (model.weight_bytes(each) >> 20 for each in ("stored", None))
-                becomes = f"and kept so, in {kept} MiB instead of {plain} MiB in {str(dtype)[6:]} (--quantization none)"
+                becomes = f"kept in {kept} MiB instead of {plain} MiB as {str(dtype)[6:]} (--quantization none)"
             elif quantization:
-                becomes = f"and become {quantization} as they are read, where they are not that already"
+                becomes = f"converted to {quantization} while they load"
             elif checkpoint.has_few_bits:
-                becomes += " (--quantization stored would keep them small)"
-            logger.info("%s: weights are stored as %s, %s.", checkpoint.path, title, becomes)
+                becomes += " (--quantization stored keeps them small)"
+            logger.info("Weights of %s: %s, %s.", checkpoint.path, title, becomes)
         bar = tqdm(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
             disable=not show_progress,
@@ -148,7 +148,7 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
     heads = [name for entry in table.entries if entry.target.startswith("head.") for name in entry.sources]
     if isinstance(model.head, MaskedLm) and not any(name in checkpoint.names for name in heads):
         # Sentence encoders often keep the name of the class that they were pretrained as.
-        logger.info("%s: no masked-language-model head is stored, so masks cannot be filled.", checkpoint.path)
+        logger.info("%s has no masked-language-model head, so /v1/fill-mask is not served.", checkpoint.path)
         return replace(model, head=Pool())
     target = EMBEDDING if model.decoder is not None else ENCODER_EMBEDDING
     tables = (entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == target)
@@ -221,10 +221,10 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
     if parameters:
         raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
-        raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config asks for: {_some(missing)}.")
+        raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config requires: {_some(missing)}.")
     unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
     if unexpected:
-        raise ModelLoadError(f"{checkpoint.path} holds tensors that its config has no place for: {_some(unexpected)}.")
+        raise ModelLoadError(f"{checkpoint.path} has tensors that do not match its config: {_some(unexpected)}.")
     for name, found in destinations.items():
         if wrong := [each.shape for each in found if each.shape != checkpoint.shape(name)]:
             raise ModelLoadError(
@@ -234,7 +234,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
         if checkpoint.format(name) not in FORMATS:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
-                f"{', '.join(FORMATS)} are read where the config names no quantisation."
+                f"{', '.join(FORMATS)} are supported if the config has no quantization_config."
             )
     return destinations
 

@@ -215,8 +215,7 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
     """
     if tokenizer.mask_token_id is None:
         raise InvalidRequestError(
-            "the model's tokenizer names no mask token, so it is not known which tokens are to be predicted. Set "
-            "mask_token in its tokenizer_config.json.",
+            "the model's tokenizer has no mask token. Set mask_token in its tokenizer_config.json.",
             param="input",
             code="no_mask_token",
         )
@@ -225,7 +224,7 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
         cut = " in the part that truncate_prompt_tokens leaves of it" if encoding.truncated else ""
         raise InvalidRequestError(
             f"the input has no {tokenizer.mask_token}{cut}: write {tokenizer.mask_token} (token id "
-            f"{tokenizer.mask_token_id}) in the place of each token that is to be predicted.",
+            f"{tokenizer.mask_token_id}) in place of each token to predict.",
             param="input",
             code="no_mask_token",
         )

@@ -80,16 +80,16 @@ class AnswerTerms:
         size = min(DEFAULT_WINDOW, info.max_model_len) if self.max_seq_len is None else self.max_seq_len
         if size > info.max_model_len:
             raise InvalidRequestError(
-                f"max_seq_len is {size}, and this model takes at most {info.max_model_len} tokens (max_model_len). Ask "
-                "for no more, or raise --max-model-len.",
+                f"max_seq_len is {size}, but this model takes at most {info.max_model_len} tokens (max_model_len). "
+                f"Lower it, or raise --max-model-len.",
                 param="max_seq_len",
                 code="invalid_value",
             )
         overlap = min(size // 2, DEFAULT_OVERLAP) if self.doc_stride is None else self.doc_stride
         if overlap >= size:
             raise InvalidRequestError(
-                f"doc_stride is {overlap} and a window has {size} tokens (max_seq_len): windows would never move on. "
-                "doc_stride is how many tokens neighbouring windows share.",
+                f"doc_stride ({overlap}), the overlap of neighbouring windows, must be smaller than a window of "
+                f"{size} tokens (max_seq_len).",
                 param="doc_stride",
                 code="invalid_value",
             )
@@ -108,15 +108,13 @@ def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding
     found = tokenizer.encode_input(question, context, words=True)
     if found.offsets is None:
         raise InvalidRequestError(
-            "the model's tokenizer is written in Python and does not say where tokens stand in a text, which answers "
-            "are read from. Add a tokenizer.json to its folder.",
+            "the model's tokenizer is a Python tokenizer and does not report positions of tokens, which this task "
+            "needs. Add a tokenizer.json to its folder.",
             param="context",
             code="no_offsets",
         )
     if _CONTEXT not in found.sequence:
-        raise InvalidRequestError(
-            "the context has no tokens: the tokenizer makes nothing of it.", param="context", code="invalid_value"
-        )
+        raise InvalidRequestError("the context has no tokens.", param="context", code="invalid_value")
     return found
 
 
@@ -137,17 +135,18 @@ def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[
         return [encoding]
     if room <= overlap:
         raise InvalidRequestError(
-            f"the question is too long: with special tokens it has {others} of a window's {size} tokens "
-            f"(max_seq_len), and what is left must be more than the {overlap} that windows share (doc_stride). Ask a "
-            "shorter question, or set max_seq_len or doc_stride.",
+            f"the question is too long: with special tokens it takes {others} of a window's {size} tokens "
+            f"(max_seq_len), and the rest must exceed the overlap of {overlap} tokens (doc_stride). Shorten the "
+            f"question, raise max_seq_len, or lower doc_stride.",
             param="question",
             code="context_length_exceeded",
         )
     count = -(-(len(places) - room) // (room - overlap)) + 1
     if count > MAX_WINDOWS:
         raise InvalidRequestError(
-            f"the context has {len(places)} tokens, which make {count} windows of {room} with {overlap} shared; at "
-            f"most {MAX_WINDOWS} are read. Shorten it, raise max_seq_len, or lower doc_stride.",
+            f"the context has {len(places)} tokens, which make {count} windows of {room} tokens with an overlap of "
+            f"{overlap}; at most {MAX_WINDOWS} windows are allowed. Shorten it, raise max_seq_len, or lower "
+            f"doc_stride.",
             param="context",
             code="context_length_exceeded",
         )

@@ -159,7 +159,7 @@ def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: Entitie
     if any(at < 0 or whole.ids[at] != reading.label_token_id for at in marks) or 2 * count not in firsts:
         raise InvalidRequestError(
             f"the model's tokenizer does not read {reading.label_mark} as the token {reading.label_token_id} "
-            "(class_token_index of gliner_config.json): its files are not those that the model was saved with.",
+            "(class_token_index of gliner_config.json): the tokenizer files do not belong to this model.",
             param="labels",
             code="no_label_token",
         )
@@ -192,16 +192,16 @@ def _cuts(
         shared = min(wanted, (last - first) // 2) if terms.stride is None else wanted
         if last - first <= shared:
             raise InvalidRequestError(
-                f"the labels and special tokens leave {max(room, 0)} of {limit} tokens (max_model_len) to the text, in "
-                f"which stand {last - first} words from word {first} on, and windows are to share {shared} (stride). "
-                "Name fewer or shorter labels, lower stride, or raise --max-model-len.",
+                f"the labels and special tokens leave {max(room, 0)} of {limit} tokens (max_model_len) for the text. "
+                f"They hold {last - first} words from word {first} on, but windows must overlap by {shared} "
+                f"words (stride). Use fewer or shorter labels, lower stride, or raise --max-model-len.",
                 param="labels",
                 code="context_length_exceeded",
             )
         if number >= MAX_WINDOWS:
             raise InvalidRequestError(
                 f"the text has {count} words, which make more than {MAX_WINDOWS} windows of at most "
-                f"{reading.max_words} words that share {shared}. Send it in parts, or lower stride.",
+                f"{reading.max_words} words with an overlap of {shared}. Send it in parts, or lower stride.",
                 param="input",
                 code="context_length_exceeded",
             )

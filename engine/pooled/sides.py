@@ -87,8 +87,8 @@ def check_sides(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
     for name, side in info.token_vectors.sides.items():
         if side.marker is not None and tokenizer.token_id(side.marker) is None:
             raise ModelLoadError(
-                f"{info.model} marks each {name} by the token {side.marker!r}, which its tokenizer does not know. "
-                "Download the checkpoint's tokenizer again, or name another one with --tokenizer."
+                f"{info.model} marks each {name} with the token {side.marker!r}, which its tokenizer does not have. "
+                f"Download the tokenizer again, or choose another one with --tokenizer."
             )
 
 
@@ -105,8 +105,8 @@ def _reading(side: SideInfo, tokenizer: Tokenizer, longest: int) -> SideReading:
         filler = next((token for token in named if token is not None), None)
         if filler is None:
             raise InvalidRequestError(
-                "queries of this model are filled up with mask tokens, and its tokenizer names none. Set mask_token in "
-                "its tokenizer_config.json.",
+                "this model pads queries with mask tokens, but its tokenizer has none. Set mask_token in its "
+                "tokenizer_config.json.",
                 param="input",
                 code="no_mask_token",
             )

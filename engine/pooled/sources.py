@@ -166,7 +166,8 @@ def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:
     """
     if tokenizer is None:
         raise InvalidRequestError(
-            f"{info.model} has no tokenizer, so inputs must be token ids. Set tokenizer to a folder that has one.",
+            f"{info.model} has no tokenizer, so inputs must be token ids. Set --tokenizer to a folder with a "
+            f"tokenizer.",
             param="inputs",
             code="no_tokenizer",
         )

@@ -179,7 +179,7 @@ class ProcessEngineClient(ConnectedClient):
             self._died(self._process.last_words() or self._process.epitaph())
 
     def _died(self, cause: str) -> None:
-        logger.error("The engine has died: %s", cause)
+        logger.error("The engine crashed: %s", cause)
         self._lose(cause)
         if time.monotonic() - self._served_since >= self._policy.healthy_seconds:
             self._failures = 0
@@ -195,7 +195,7 @@ class ProcessEngineClient(ConnectedClient):
                 self._given_up.set()
                 return
             delay = min(self._policy.first_delay * 2 ** (self._failures - 1), self._policy.max_delay)
-            logger.warning("Starting the engine again in %.1f s (restart %d).", delay, self._failures)
+            logger.warning("Restarting the engine in %.1f s (restart %d).", delay, self._failures)
             await asyncio.sleep(delay)
             try:
                 self._process = self._next_process()
@@ -204,12 +204,12 @@ class ProcessEngineClient(ConnectedClient):
             except Exception as error:  # descriptors that have run out, for example
                 known = isinstance(error, OctavoError)
                 self._death = str(error) if known else f"{type(error).__name__}: {error}"
-                logger.error("The engine did not start again: %s", self._death, exc_info=not known)
+                logger.error("The engine could not be restarted: %s", self._death, exc_info=not known)
                 self._disconnect()
                 self._failures += 1
             else:
                 self.num_restarts += 1
-                logger.info("The engine serves again.")
+                logger.info("The engine is running again.")
                 self.on_change()
                 return
 

@@ -74,7 +74,7 @@ def kept_folder(folder: Path) -> Path:
         check_private(folder)
     except OSError as error:
         new = make_folder()
-        logger.warning("The folder of the engine's socket cannot be used any more (%s); another is %s.", error, new)
+        logger.warning("The folder of the engine's socket can no longer be used (%s); the new one is %s.", error, new)
         return new
     return folder
 

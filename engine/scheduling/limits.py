@@ -104,14 +104,15 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
     if decoding.width > config.max_num_seqs:
         name = "num_beams" if decoding.num_beams > 1 else "n"
         raise InvalidRequestError(
-            f"{name} is {decoding.width}, but a step holds at most {config.max_num_seqs} sequences "
-            f"(max_num_seqs). Ask for fewer, or raise --max-num-seqs.",
+            f"{name} is {decoding.width}, but a step has at most {config.max_num_seqs} sequences (max_num_seqs). "
+            f"Lower it, or raise --max-num-seqs.",
             param=name,
         )
     if len(request.encoder_token_ids) > config.max_num_batched_tokens:
         raise InvalidRequestError(
-            f"the encoder's input has {len(request.encoder_token_ids)} tokens, but a step holds at most "
-            f"{config.max_num_batched_tokens} (max_num_batched_tokens), and an input is encoded whole. Shorten it, or "
+            f"the encoder's input has {len(request.encoder_token_ids)} tokens, but a step has at most "
+            f"{config.max_num_batched_tokens} tokens (max_num_batched_tokens), and inputs are encoded in one "
+            f"step. Shorten it, or "
             "raise --max-num-batched-tokens.",
             param="prompt",
             code="context_length_exceeded",

@@ -68,8 +68,8 @@ class BreakerTokens:
             tokenizer = self._load()
             if tokenizer is None:
                 raise InvalidRequestError(
-                    "dry_multiplier needs a tokenizer for dry_sequence_breakers, and this model has none; send "
-                    "dry_sequence_breakers: [] to do without them.",
+                    "dry_multiplier needs a tokenizer for dry_sequence_breakers, but this model has none. Send "
+                    "dry_sequence_breakers: [] to use none.",
                     param="dry_sequence_breakers",
                     code="unsupported_parameter",
                 )

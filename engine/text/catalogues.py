@@ -73,7 +73,7 @@ class Catalogues:
         self._info, self._defaults = info, defaults
         self._found: dict[str, Catalogue] = {}
         if files and "generate" not in info.tasks:
-            raise ConfigError(f"{info.model} generates no text, so that it can use no catalogue: leave catalogue out.")
+            raise ConfigError(f"{info.model} does not generate text and cannot use a catalogue. Remove --catalogue.")
         builder = _Builder(info, defaults, load_tokenizer)
         for name, path in files.items():
             self._found[name] = builder.build(name, path)
@@ -177,7 +177,7 @@ def _read_title(where: str, line: bytes) -> Title:
     if isinstance(value, dict):
         given = [key for key in ("text", "ids") if value.get(key) is not None]
         if len(given) != 1:
-            raise ConfigError(f"{where} must hold either text or ids, got {' and '.join(given) or 'none of them'}.")
+            raise ConfigError(f"{where} must have either text or ids, got {' and '.join(given) or 'none of them'}.")
         ids, value = given == ["ids"], value[given[0]]
         if ids:
             if not isinstance(value, list) or not all(type(token) is int for token in value):
@@ -255,7 +255,7 @@ class _Builder:
         if len(repeated):
             first = int(np.argmin(repeated))
             logger.warning(
-                "Catalogue %s: line %d of %s holds the title of line %d; %d such titles are left out.",
+                "Catalogue %s: line %d of %s repeats the title of line %d; %d repeated titles are ignored.",
                 name, lines[repeated[first]], path, lines[original[first]], len(repeated),
             )  # fmt: skip
         logger.info(
@@ -274,13 +274,13 @@ class _Builder:
         lengths = np.fromiter(map(len, titles), dtype=np.int64, count=len(titles))
         if not lengths.all():
             line = numbers[int(np.argmin(lengths))]
-            raise ConfigError(f"{where}, line {line}: the title is empty: the tokenizer makes no token of it.")
+            raise ConfigError(f"{where}, line {line}: the title is empty: it has no tokens.")
         longest = int(lengths.argmax())
         room = self._info.max_model_len - 2  # a token before it, and the end behind it
         if lengths[longest] > room:
             raise ConfigError(
-                f"{where}, line {numbers[longest]}: the title has {lengths[longest]} tokens, and the longest that fits "
-                f"has {room} (max_model_len is {self._info.max_model_len}). Shorten it, or raise --max-model-len."
+                f"{where}, line {numbers[longest]}: the title has {lengths[longest]} tokens, but at most {room} fit "
+                f"(max_model_len is {self._info.max_model_len}). Shorten it, or raise --max-model-len."
             )
         found = [token for ids in titles for token in ids]
         try:
@@ -293,15 +293,15 @@ class _Builder:
         if outside.any():
             place = int(outside.argmax())
             raise ConfigError(
-                f"{where}, line {flat.line_of(place)}: token id {brief(found[place])} is outside of the vocabulary, "
+                f"{where}, line {flat.line_of(place)}: token id {brief(found[place])} is outside the vocabulary, "
                 f"which has ids 0 to {vocab_size - 1}."
             )
         ends = np.isin(flat.ids, list(eos))
         if ends.any():
             place = int(ends.argmax())
             raise ConfigError(
-                f"{where}, line {flat.line_of(place)}: the title holds token {found[place]}, which ends answers; it "
-                "may stand at the end only."
+                f"{where}, line {flat.line_of(place)}: the title contains token {found[place]}, which ends answers; "
+                f"it is allowed at the end only."
             )
         return flat
 

@@ -184,7 +184,7 @@ def _room(max_length: int, added: int) -> int:
     """Tokens of the text for which there is room beside the special ones."""
     if max_length < added:
         raise InvalidRequestError(
-            f"the input cannot be truncated to {max_length} tokens: the tokenizer adds {added} special tokens to it. "
+            f"the input cannot be cut to {max_length} tokens, because the tokenizer adds {added} special tokens. "
             f"Set truncate_prompt_tokens to at least {added}.",
             param="truncate_prompt_tokens",
             code="invalid_value",

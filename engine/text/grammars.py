@@ -55,8 +55,8 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidRequestError(
-            "structured output needs the package llguidance, which is not installed where the model runs: "
-            "pip install llguidance.",
+            "structured output needs the package llguidance, which is not installed on the server: pip install "
+            "llguidance.",
             param="structured_outputs",
             code="unsupported_parameter",
         ) from error
@@ -134,8 +134,8 @@ def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params
     if (path := overlapping(schema)) is not None:
         raise _refused(
             params,
-            "two of its schemas may hold for the same value, or cannot be told apart here; use anyOf, or give each a "
-            "property that is required and has another const.",
+            "two of its schemas may match the same value. Use anyOf, or give each schema a required property with a "
+            "different const.",
             ("oneOf", path.removesuffix("/oneOf")),
         )
     narrow(schema)
@@ -143,8 +143,8 @@ def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params
         keyword, path, number = found
         raise _refused(
             params,
-            f"{number} is beyond {MOST_EXACT} (2**53 - 1), and larger numbers are not exact here; say it by a string "
-            "with an enum or a pattern.",
+            f"{number} is beyond {MOST_EXACT} (2**53 - 1), and larger numbers are not exact. Use a string with an "
+            f"enum or a pattern.",
             (keyword, path),
         )
     options: dict[str, Any] = {"coerce_one_of": True, "lenient": False}
@@ -161,7 +161,7 @@ def _add_tags(parts: dict[str, dict[str, Any]], params: StructuredOutputsParams)
     given = json.loads(str(params.structural_tag))
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
-        raise _refused(params, 'it must hold "structures" and "triggers", two lists that are not empty.')
+        raise _refused(params, 'it must have "structures" and "triggers", both non-empty lists.')
     names = [f"tag_{number}" for number in range(len(structures))]
     lines = [f"start: ({' | '.join(names)})* free", "free: TEXT", r"TEXT: /(.|\n)*/"]
     for name, tag in zip(names, structures, strict=True):
@@ -172,7 +172,7 @@ def _add_tags(parts: dict[str, dict[str, Any]], params: StructuredOutputsParams)
             raise _refused(params, 'each of its structures must have "begin" and "end", texts, and "schema".')
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
-            raise _refused(params, f"no trigger is what {begin!r} begins with.")
+            raise _refused(params, f"no trigger is a prefix of {begin!r}.")
         _add_schema(parts, f"schema_{name}", schema, params)
         before, after = _quoted(begin.removeprefix(trigger)), _quoted(end)
         lines += [
@@ -481,7 +481,7 @@ class Grammars:
         if tokenizer is None or not self._eos_ids:
             lack = "tokenizer" if tokenizer is None else "token that ends answers (eos_token_id)"
             raise InvalidRequestError(
-                f"structured output needs a {lack}, and this model has none.",
+                f"structured output needs a {lack}, but this model has none.",
                 param="structured_outputs",
                 code="unsupported_parameter",
             )

@@ -59,8 +59,8 @@ class Languages:
         """
         if not self.ids:
             raise InvalidRequestError(
-                f"{param}: this model's tokenizer has no tokens for languages. Leave it out, and say in the prompt "
-                "what is wanted, as the model was trained (T5: translate English to German: ...; some Marian models: "
+                f"{param}: this model's tokenizer has no language tokens. Remove it, and describe the task in the "
+                f"prompt, as in the model's training (T5: translate English to German: ...; some Marian models: "
                 ">>deu<< ...).",
                 param=param,
                 code="unsupported_parameter",
@@ -69,7 +69,7 @@ class Languages:
             some = sorted(self.ids, key=lambda code: (code[:2] != language[:2].lower(), code))[:_SHOWN]
             rest = f" and {len(self.ids) - len(some)} more" if len(self.ids) > len(some) else ""
             raise InvalidRequestError(
-                f"{param}: this model's tokenizer does not know the language {language[:40]!r}; it knows "
+                f"{param}: this model's tokenizer does not have the language {language[:40]!r}; it has "
                 f"{', '.join(some)}{rest}.",
                 param=param,
                 code="invalid_value",

@@ -41,8 +41,8 @@ def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samp
     listed = [word for word in dict.fromkeys(banned) if word]
     if (count := sum(map(len, listed))) > MAX_LISTED_IDS:
         raise InvalidRequestError(
-            f"bad_words have {count} tokens, in each word as a text begins with it and after a space; at most "
-            f"{MAX_LISTED_IDS} are allowed, those of bad_words_ids included.",
+            f"bad_words have {count} tokens (each word counts at the beginning of a text and after a space); at most "
+            f"{MAX_LISTED_IDS} are allowed, including bad_words_ids.",
             param="bad_words",
         )
     return replace(params, bad_words=None, bad_words_ids=listed)

@@ -187,8 +187,8 @@ class Tokenizer:
         template = (self._template("tool_use") if tools else None) or self.chat_template
         if template is None:
             raise InvalidRequestError(
-                "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
-                "Use completions, or set chat_template (--chat-template) to a file or a name such as chatml.",
+                "The model's tokenizer has no chat template, so it cannot read chat messages. Use /v1/completions, "
+                "or set --chat-template (chat_template of LLM) to a file or a name such as chatml.",
                 param="messages",
                 code="no_chat_template",
             )
@@ -280,8 +280,8 @@ class Tokenizer:
         """
         if self._fast is None:
             raise InvalidRequestError(
-                "the model's tokenizer is written in Python and does not say which word a token is of. Add a "
-                "tokenizer.json to its folder.",
+                "the model's tokenizer is a Python tokenizer and does not report the words of tokens, which this "
+                "task needs. Add a tokenizer.json to its folder.",
                 param="input",
                 code="no_offsets",
             )

@@ -98,7 +98,7 @@ def load_tokenizer(
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
             "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
-            "(pip install sentencepiece), or tiktoken. To use the model with token ids alone, set "
+            "(pip install sentencepiece), or tiktoken. To use the model with token ids only, set "
             "--skip-tokenizer-init (skip_tokenizer_init of LLM)."
         ) from error
     give_back()
@@ -116,15 +116,15 @@ def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         return
     if tokenizer.plain_size > size:
         raise ModelLoadError(
-            f"The tokenizer of {info.model} has {tokenizer.plain_size} tokens, but the model's vocabulary has {size}: "
-            "it belongs to another model. Name the model's own by --tokenizer (tokenizer of LLM), or set "
-            "--skip-tokenizer-init (skip_tokenizer_init of LLM) to work with token ids alone."
+            f"The tokenizer of {info.model} has {tokenizer.plain_size} tokens, but the model's vocabulary has "
+            f"{size}: it belongs to another model. Set --tokenizer (tokenizer of LLM) to the model's own "
+            f"tokenizer, or set --skip-tokenizer-init (skip_tokenizer_init of LLM) to use token ids only."
         )
     if beyond := tokenizer.added_beyond(size):
         shown = ", ".join(f"{text!a} ({token})" for token, text in list(beyond.items())[:_SHOWN])
         logger.warning(
-            "The tokenizer of %s has %d added tokens beyond the model's vocabulary, whose ids are 0 to %d: %s%s. A "
-            "text that holds one is refused.",
+            "The tokenizer of %s has %d added tokens outside the model's vocabulary (ids 0 to %d): %s%s. Texts that "
+            "contain one are refused.",
             info.model, len(beyond), size - 1, shown, ", ..." * (len(beyond) > _SHOWN),
         )  # fmt: skip
 
@@ -191,7 +191,7 @@ def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, token=hf_token, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ModelLoadError(
-            f"{model!r} is no local folder, and its tokenizer cannot be fetched from the hub"
+            f"{model!r} is not a local folder, and its tokenizer cannot be downloaded from the hub"
             f"{'' if revision is None else f' at revision {revision!r}'} ({type(error).__name__}: {error}). Check the "
             "name and the revision, set HF_TOKEN for a gated model, or give a folder."
         ) from error

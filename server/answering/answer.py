@@ -15,7 +15,7 @@ from typing import ClassVar, Generic, TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from engine import InvalidRequestError
+from engine import DEFAULT_MAX_TOKENS, InvalidRequestError, tokens_to_keep_free
 from server.admission import estimate_tokens
 from server.answering.events import Events
 from server.answering.generation import Generation, Update
@@ -97,6 +97,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     id_prefix: ClassVar[str]
     bytes_per_logprob: ClassVar[int]  # of memory, from the engine's news to the answer's JSON
+    usual_answer: ClassVar[int] = DEFAULT_MAX_TOKENS  # tokens, where neither the request nor the model says it
     stream_keeps_answer: ClassVar[bool] = False  # a stream's last events repeat the whole answer
 
     service: Service
@@ -170,8 +171,9 @@ class Run(ABC, Generic[Piece, Choice]):
         Raises:
             ApiError: to more tokens than the model takes, or none.
         """
-        asked, params = self.body.truncate_prompt_tokens, self.shape.params
-        return Truncation.of(asked, self.service.client.info, self.service.tokenizer, params.max_tokens)
+        info = self.service.client.info
+        free = tokens_to_keep_free(self.shape.params, info, self.usual_answer)
+        return Truncation.of(self.body.truncate_prompt_tokens, info, self.service.tokenizer, free)
 
     @property
     def keeps_answer(self) -> bool:

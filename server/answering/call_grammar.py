@@ -49,7 +49,7 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     if not (formed or tools.forced or tools.allowed is not None or any(one.strict for one in tools.functions)):
         return None
     if format.writing is None:
-        raise ValueError(f"calls in the form of {format.models} ({format.name}) cannot be enforced")
+        raise ValueError(f"calls in the format of {format.models} ({format.name}) cannot be enforced")
     if tools.forced:
         start = "calls"
     elif formed and (format.writing.first + format.writing.begin).startswith("{"):

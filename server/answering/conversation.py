@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from engine import chat_max_tokens
+from engine import CHAT_ROOM, chat_max_tokens
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -46,6 +46,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
     """
 
     bytes_per_logprob = 400
+    usual_answer = CHAT_ROOM
     body: ChatCompletionRequest
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)

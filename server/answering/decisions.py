@@ -133,7 +133,9 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
         before, *after = (rendered.text or "").split(_SPLIT)
         tokenizer = self.service.tokenizer
         if len(after) != 1 or tokenizer is None:
-            message = "The model's chat template does not show the question once, so that it cannot be asked."
+            message = (
+                "The model's chat template does not show the question exactly once, so the question cannot be asked."
+            )
             raise ApiError(400, message, param=self.param, code="invalid_messages")
         return await asyncio.to_thread(self._encode, tokenizer, before, after[0], room)
 
@@ -195,8 +197,8 @@ def label_ids(tokenizer: Tokenizer, context: str, labels: Sequence[str] | Mappin
         ids = tokenizer.encode(context + label, add_special_tokens=False)
         if ids[:-1] != base or ids[-1] in found.values():
             message = (
-                f"This model's tokenizer does not write the label {label!r} as one token of its own, so that its "
-                "probability is not known. Ask by another type of question."
+                f"This model's tokenizer does not encode the label {label!r} as a single token, so its "
+                f"probability is unknown. Use another type of question."
             )
             raise ApiError(400, message, param="questions", code="unsupported_parameter")
         found[label] = ids[-1]

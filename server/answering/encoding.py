@@ -47,7 +47,7 @@ async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, P
     if not found:
         return {}
     if service.images is None:
-        message = f"{service.model_id} reads no images: send text or token ids."
+        message = f"{service.model_id} does not read images. Send text or token ids."
         raise InvalidRequestError(message, param="input", code="unsupported_input")
     read = await service.images.read([str(image) for image in found.values()])
     return dict(zip(found, read, strict=True))
@@ -184,19 +184,19 @@ def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) 
     if boxes is None:
         return
     if not service.client.info.boxes:
-        message = f"{service.model_id} reads no boxes: leave bbox out."
+        message = f"{service.model_id} does not read boxes. Remove bbox."
         raise ApiError(400, message, param="bbox", code="unsupported_parameter")
     if len(boxes) != len(given):
         message = (
-            f"bbox has boxes for {len(boxes)} inputs, and there are {len(given)}: it is a list of boxes for one input, "
-            "and for several a list of these lists, with null for an input without boxes."
+            f"bbox has boxes for {len(boxes)} inputs, but there are {len(given)} inputs. Send a list of boxes "
+            f"for one input, or a list of such lists for several inputs, with null for an input without boxes."
         )
         raise ApiError(400, message, param="bbox", code="invalid_value")
     for place, (item, own) in enumerate(zip(given, boxes, strict=True)):
         if own is not None and not isinstance(item, list):
             message = (
-                f"bbox goes with token ids, and input {place} is none: a text's tokens are known when it is tokenised. "
-                "Send token ids, or null in place of its boxes."
+                f"bbox needs token ids, but input {place} is not a list of token ids. Send token ids, or null "
+                f"instead of its boxes."
             )
             raise ApiError(400, message, param="bbox", code="invalid_value")
 
@@ -221,14 +221,14 @@ def need_tokenizer(service: Service, param: str) -> Tokenizer:
     """
     _need_vocabulary(service, param)
     if service.tokenizer is None:
-        message = f"{service.model_id} has no tokenizer: send {param} as token ids, where the endpoint takes them."
+        message = f"{service.model_id} has no tokenizer: send {param} as token ids if the endpoint accepts them."
         raise ApiError(400, message, param=param, code="no_tokenizer")
     return service.tokenizer
 
 
 def _need_vocabulary(service: Service, param: str) -> None:
     if not service.client.info.vocab_size:
-        message = f'{service.model_id} reads images alone: send {param} as {{"image": "data:..."}}.'
+        message = f'{service.model_id} reads images only. Send {param} as {{"image": "data:..."}}.'
         raise ApiError(400, message, param=param, code="unsupported_input")
 
 
@@ -243,7 +243,7 @@ def too_long(
     if place is not None:
         called = f"{name or param}[{place}]"
     message = (
-        f"{called} is too long: it has {length}, and this model takes at most {longest} (max_model_len). Shorten it, "
+        f"{called} is too long: it has {length}, but this model takes at most {longest} (max_model_len). Shorten it, "
         f"or {advice}."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
@@ -288,7 +288,7 @@ class _Reader:
             raise too_long(self._param, self._name, place, f"{len(found.ids)} tokens", self._longest, self._advice)
         if not found.ids and not self._may_be_empty:
             where = "" if place is None else f"[{place}]"
-            message = f"{self._param}{where} has no tokens: the tokenizer makes nothing of it."
+            message = f"{self._param}{where} has no tokens."
             raise ApiError(400, message, param=self._param, code="invalid_value")
         return found
 

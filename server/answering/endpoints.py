@@ -47,7 +47,7 @@ def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if (reason := _completions(info, tokenizer)) is not None:
         return reason
     if info.max_encoder_len is not None:
-        return "it is an encoder-decoder model, which turns one input into one output and knows no conversations"
+        return "it is an encoder-decoder model and does not support conversations"
     if tokenizer is None:
         return "it has no tokenizer, so it cannot read messages"
     return None if tokenizer.chat_template is not None else "its tokenizer has no chat template"

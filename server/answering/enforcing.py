@@ -30,7 +30,7 @@ async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: 
     form = None if forced else shape.params.structured_outputs  # where nothing but calls may come there is no text
     if parsing is None or (tools is not None and parsing.tools is None):
         if forced:
-            message = "how this model writes calls is not known, so that none can be enforced; name it with"
+            message = "tool calls cannot be enforced, because this model's format of calls is unknown. Set"
             raise ApiError(400, f"{message} --tool-call-parser.", param="tool_choice", code="unsupported_parameter")
         if parsing is None:
             return shape

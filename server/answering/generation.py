@@ -236,8 +236,8 @@ class Generation:
             self._unread += self._bytes_per_token * len(choice.token_ids)
         if self._most_unread is not None and self._unread > self._most_unread:
             message = (
-                f"The stream is read too slowly: {self._unread} bytes of it wait, and the limit is {self._most_unread} "
-                "(max_answer_size). Read faster, ask for less, or raise --max-answer-size."
+                f"The stream is read too slowly: {self._unread} bytes are waiting, but the limit is "
+                f"{self._most_unread} (max_answer_size). Read faster, request less, or raise --max-answer-size."
             )
             raise ApiError(400, message, code="stream_too_slow")
         if not run.unfinished:

@@ -65,5 +65,7 @@ class GrammarChecks:
                     self._known.popitem(last=False)
                 return
         if code != "invalid_grammar":
-            logger.warning("The compilation of a request's %s (%d characters) was stopped.", params.kind, params.size)
+            logger.warning(
+                "Compiling the %s of a request (%d characters) took too long and was stopped.", params.kind, params.size
+            )
         raise InvalidRequestError(message, param=f"structured_outputs.{params.kind}", code=code)

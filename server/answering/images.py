@@ -60,7 +60,7 @@ class ImageReading:
         most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
         if len(images) > most:
             raise InvalidRequestError(
-                f"the request has {len(images)} images, and at most {most} of this model's size are allowed "
+                f"the request has {len(images)} images, but at most {most} images of this model's size are allowed "
                 f"({MOST_PIXEL_BYTES} bytes of pixels). Send them in several requests.",
                 param="input",
                 code="too_many_images",
@@ -92,5 +92,5 @@ class ImageReading:
                 return pixels_of(read.data, read.shape)
             problem, code = read.problem, read.code or "invalid_image"
         if code == "image_too_costly":
-            logger.warning("An image of %d characters was given up: %s", len(picture.content), problem)
+            logger.warning("An image of %d characters was not decoded: %s", len(picture.content), problem)
         raise InvalidRequestError(f"{problem.removesuffix('.')}{where}.", param="input", code=code)

@@ -50,7 +50,7 @@ def failed(service: Service, problem: StoreError) -> NoReturn:
         ApiError: 500, always.
     """
     note_failure(service, problem)
-    message = "The store of responses failed; the server's log says why."
+    message = "The response store failed. See the server's log for the reason."
     raise ApiError(500, message, code="internal_error") from problem
 
 

@@ -45,7 +45,7 @@ def lark_to_regex(grammar: str) -> str:
         ValueError: says what of the grammar no expression, or this module, can say.
     """
     if len(grammar) > _MOST_CHARACTERS:
-        raise ValueError(f"the grammar has {len(grammar)} characters, and at most {_MOST_CHARACTERS} are read")
+        raise ValueError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
     return _Expander(_rules(grammar)).expanded("start")
 
 
@@ -108,7 +108,7 @@ class _Expander:
             if name not in self.rules:
                 raise ValueError(f"the grammar has no rule {name}")
             if name in self.within:
-                raise ValueError(f"its rule {name} leads back to itself")
+                raise ValueError(f"its rule {name} is recursive")
             self.within.append(name)
             body = _Body(self, self.rules[name])
             self.done[name] = body.whole()
@@ -132,7 +132,7 @@ class _Body:
     def whole(self) -> str:
         made = self._choice()
         if self.at < len(self.tokens):
-            raise ValueError(f"{self.tokens[self.at][1]!r} is out of place in the grammar")
+            raise ValueError(f"{self.tokens[self.at][1]!r} is unexpected in the grammar")
         return made
 
     @property
@@ -175,7 +175,7 @@ class _Body:
     def _number(self) -> int:
         kind, text = self.tokens[self.at] if self.at < len(self.tokens) else ("", "")
         if kind != "number":
-            raise ValueError(f"{text!r} stands in the grammar where a number should")
+            raise ValueError(f"{text!r} was found in the grammar where a number is expected")
         self.at += 1
         return int(text)
 
@@ -195,7 +195,7 @@ class _Body:
             if not self._take(")" if text == "(" else "]"):
                 raise ValueError(f"{text!r} is not closed in the grammar")
             return f"(?:{made})" if text == "(" else f"(?:{made})?"
-        raise ValueError(f"{text!r} is out of place in the grammar")
+        raise ValueError(f"{text!r} is unexpected in the grammar")
 
     def _string(self, text: str) -> str:
         if self._take(".."):
@@ -210,7 +210,7 @@ def _plain(text: str) -> str:
     try:
         return str(json.loads(text))
     except ValueError:
-        raise ValueError(f"{text[:80]} is no string that can be read in the grammar") from None
+        raise ValueError(f"{text[:80]} is not a valid string in the grammar") from None
 
 
 def _escaped(text: str) -> str:

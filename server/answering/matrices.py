@@ -50,9 +50,9 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
         ApiError: something is wrong with it, there are both or neither, or the body asks for what no model here does.
     """
     if body.input is None and body.messages is None:
-        raise ApiError(400, "input is required, or messages.", param="input", code="missing_required_parameter")
+        raise ApiError(400, "input or messages is required.", param="input", code="missing_required_parameter")
     if body.input is not None and body.messages is not None:
-        message = "messages and input are two ways to say what is read; send one of them."
+        message = "messages and input exclude each other. Send only one of them."
         raise ApiError(400, message, param="messages", code="invalid_value")
     if body.padding == "max_length" and service.client.info.filler is None:
         message = f"padding max_length is not supported: {service.model_id} reads each input without any padding."
@@ -62,17 +62,19 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
     count = len(body.input or ())
     if body.encoding_format == "bytes" and count > MOST_IN_HEADER:
         message = (
-            f"encoding_format bytes tells of each answer in a header, which holds {MOST_IN_HEADER}, and there are "
-            f"{count}. Send fewer inputs, or bytes_only."
+            f"encoding_format bytes describes each answer in a header, which has room for {MOST_IN_HEADER} "
+            f"answers, but there are {count}. Send fewer inputs, or use bytes_only."
         )
         raise ApiError(400, message, param="encoding_format", code="invalid_value")
     if body.messages is None:
         for name in (*_FOR_MESSAGES, "add_generation_prompt"):
             if getattr(body, name):
-                raise ApiError(400, f"{name} goes with messages, not with input.", param=name, code="invalid_value")
+                raise ApiError(
+                    400, f"{name} is only allowed with messages, not with input.", param=name, code="invalid_value"
+                )
         return None
     if body.bbox is not None:
-        message = "bbox goes with token ids in input, not with messages: leave it out."
+        message = "bbox is only allowed with token ids in input, not with messages. Remove it."
         raise ApiError(400, message, param="bbox", code="invalid_value")
     if body.add_special_tokens:
         message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."

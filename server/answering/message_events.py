@@ -66,7 +66,9 @@ def ending(blocks: Blocks, *, lowered: bool) -> Message:
     if reason not in _STOP_REASONS:
         if stop == "deadline":
             raise DeadlineError
-        raise ApiError(500, "The server failed to complete this answer; its log says why.", code="internal_error")
+        raise ApiError(
+            500, "The server failed to complete this answer. See its log for the reason.", code="internal_error"
+        )
     if reason == "stop" and isinstance(stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     if reason == "length" and lowered:

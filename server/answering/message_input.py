@@ -123,7 +123,7 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name in _UNSUPPORTED:
         if name in unknown:
-            fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
+            fail(name, f"{name} is not supported. Remove it.", code="unsupported_parameter")
     refuse_unsupported(unknown)
     ignored.update(_ignored_fields(body))
     messages = _read_messages(body.messages, ignored)
@@ -133,7 +133,7 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
     if system := _read_system(body.system, ignored):
         messages.insert(0, {"role": "system", "content": system})
     if len(messages) > MAX_MESSAGES:
-        fail("messages", f"messages hold {len(messages)} messages and results, and at most {MAX_MESSAGES} may be sent.")
+        fail("messages", f"messages has {len(messages)} messages and results, but at most {MAX_MESSAGES} are allowed.")
     fields["messages"] = messages
     if body.tools:
         check_value(body.tools, "tools")
@@ -250,7 +250,7 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
                 last_call = None
             _add(messages, role, block, place, ignored)
     if not messages:
-        fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
+        fail("messages", f"messages must contain at least one message with content, got {len(given)}.")
     for said in messages:
         for name in ("reasoning_content", "content"):
             if isinstance(said.get(name), list):

@@ -52,7 +52,7 @@ def _read_message(item: Any, where: str) -> Message:
         _fail(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.")
     for unsupported in _UNSUPPORTED:
         if item.get(unsupported):
-            reason = f"{where}.{unsupported} is not supported; leave it out."
+            reason = f"{where}.{unsupported} is not supported. Remove it."
             _fail(f"{where}.{unsupported}", reason, code="unsupported_parameter")
     message: Message = {"role": role}
     calls = _read_calls(item, role, where)
@@ -79,7 +79,7 @@ def _read_calls(item: Mapping[str, Any], role: str, where: str) -> list[dict[str
     if not given:
         return []
     if role != "assistant":
-        _fail(where, f"{where} goes with the role assistant, not with {role}.")
+        _fail(where, f"{where} is only allowed with the role assistant, not with {role}.")
     if not isinstance(given, list) or len(given) > MAX_CALLS:
         held = f"{len(given)} calls" if isinstance(given, list) else shown(given)
         _fail(where, f"{where} must be a list of at most {MAX_CALLS} calls, got {held}.")

@@ -329,8 +329,8 @@ class _Answers(Lane):
         if self._size <= limit:
             return None
         message = (
-            f"The {_WIDE[run.input.params.task]} of tokens take more than {limit} bytes of memory (max_answer_size). "
-            "Send fewer or shorter texts at once, or raise --max-answer-size."
+            f"The {_WIDE[run.input.params.task]} of tokens need more than {limit} bytes of memory "
+            f"(max_answer_size). Send fewer or shorter texts, or raise --max-answer-size."
         )
         return ApiError(400, message, code="answer_too_large")
 

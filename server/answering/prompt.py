@@ -121,14 +121,12 @@ class Truncation:
     side: Literal["left", "right"] = "left"
 
     @classmethod
-    def of(
-        cls, asked: int | None, info: EngineInfo, tokenizer: Tokenizer | None, max_tokens: int | None
-    ) -> Self | None:
-        """What a request asks for.
+    def of(cls, asked: int | None, info: EngineInfo, tokenizer: Tokenizer | None, free: int) -> Self | None:
+        """Read a request's field.
 
         Args:
-            asked: its field; -1: as many tokens as there is room for, besides an answer.
-            max_tokens: of that, if it says so.
+            asked: the field; -1: as many tokens as leave `free` ones for the answer.
+            free: tokens of the context.
 
         Raises:
             ApiError: more than the model takes, or none.
@@ -139,14 +137,14 @@ class Truncation:
         if asked == 0 or asked > room.tokens:
             message = (
                 f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} (max_model_len), "
-                "or -1 for as many as leave room for the answer."
+                "or -1 to keep as much as leaves room for the answer."
             )
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         if room.encoder:
             return cls(
                 room.tokens if asked == -1 else asked, "left" if tokenizer is None else tokenizer.truncation_side
             )
-        return cls(max(room.tokens - (max_tokens or 1), 1) if asked == -1 else asked)
+        return cls(max(room.tokens - free, 1) if asked == -1 else asked)
 
     def ids(self, ids: Sequence[int]) -> list[int]:
         """Token ids as they stay."""

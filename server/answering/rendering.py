@@ -97,7 +97,7 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
                 where = f"documents[{index}]"
                 _fail(where, f"{where} must be an object, such as with title and text, got {shown(document)}.")
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt contradict each other; send one of them."
+        message = "continue_final_message and add_generation_prompt contradict each other. Send only one of them."
         _fail("continue_final_message", message)
     opens = body.add_generation_prompt
     return Rendering(

@@ -116,7 +116,7 @@ class ResponseTools:
         """A grammar as a regular expression, if it can be one."""
         try:
             if len(grammar) > self._grammar_room:
-                raise ValueError(f"the request's grammars take more than {_MOST_GRAMMAR} characters together")
+                raise ValueError(f"the grammars of the request have more than {_MOST_GRAMMAR} characters together")
             self._grammar_room -= len(grammar)
             pattern = lark_to_regex(grammar)
             self._grammar_room -= len(pattern)
@@ -154,7 +154,7 @@ def read_response_tools(given: Sequence[Any], items: Iterable[Mapping[str, Any]]
         for index, tool in enumerate(item["tools"] if item["type"] == "additional_tools" else ()):
             tools.add(tool, f"input.additional_tools.tools[{index}]", again=True)
     if (count := len(tools.chat)) > MAX_FUNCTIONS:
-        fail("tools", f"tools may hold at most {MAX_FUNCTIONS} functions with those in namespaces, got {count}.")
+        fail("tools", f"tools may have at most {MAX_FUNCTIONS} functions with those in namespaces, got {count}.")
     return tools
 
 

@@ -106,7 +106,7 @@ def _refuse(body: ResponseRequest) -> None:
         fail("background", "background needs the answer to be stored: leave store out, or send true.")
     for name in _UNSUPPORTED:
         if name in unknown:
-            fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
+            fail(name, f"{name} is not supported. Remove it.", code="unsupported_parameter")
     for name, here in _ELSEWHERE.items():
         if name in unknown:
             fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")

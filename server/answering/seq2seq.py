@@ -15,10 +15,10 @@ from server.errors import ApiError, shown
 
 # What each field asks of a decoder-only model, and what to do there instead.
 _ELSEWHERE = {
-    "decoder_prompt": "end the prompt with what the answer is to begin with",
-    "forced_bos_token": "leave it out",
-    "src_lang": "say in the prompt what is wanted",
-    "tgt_lang": "say in the prompt what is wanted",
+    "decoder_prompt": "end the prompt with the beginning of the answer",
+    "forced_bos_token": "remove it",
+    "src_lang": "describe the task in the prompt",
+    "tgt_lang": "describe the task in the prompt",
 }
 
 
@@ -90,14 +90,14 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
     if source is not None:
         languages = _tokenizer(service, "src_lang").languages
         if languages.marked_side == "target":
-            _fail("src_lang", "src_lang: this model finds out by itself what language its input is in; leave it out.")
+            _fail("src_lang", "src_lang: this model detects the language of its input. Remove it.")
         _check_marked("src_lang", source, fields, prompts, service)
     if "tgt_lang" in given and _tokenizer(service, "tgt_lang").languages.marked_side == "target":
         marked, target_marked = given["tgt_lang"], True
         _check_marked("tgt_lang", marked, fields, prompts, service)
     names = [name for name in ("forced_bos_token", "forced_bos_token_id", "tgt_lang") if fields.get(name) is not None]
     if len(names) > 1:
-        _fail(names[1], f"{names[0]} and {names[1]} both say what the answer's first token is; send one of them.")
+        _fail(names[1], f"{names[0]} and {names[1]} both set the first token of the answer. Send only one of them.")
     first, start = None, fields.get("decoder_start_token_id")
     if "tgt_lang" in given and not target_marked:
         languages = _tokenizer(service, "tgt_lang").languages

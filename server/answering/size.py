@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine import EngineInfo, parse_bytes
+from engine import DEFAULT_MAX_TOKENS, EngineInfo, parse_bytes
 from server.answering.generation import BYTES_PER_TOKEN
 from server.answering.pieces import Shape
 from server.answering.prompt import Prompt
 from server.config.settings import ServerSettings
 from server.errors import ApiError
-
-_DEFAULT_MAX_TOKENS = 16  # where neither the request nor the model says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class AnswerSize:
         if asked is None:
             asked = info.default_max_new_tokens
         if asked is None:
-            asked = max((info.default_max_length or 0) - length, _DEFAULT_MAX_TOKENS)
+            asked = max((info.default_max_length or 0) - length, DEFAULT_MAX_TOKENS)
         return max(min(asked, info.max_model_len - length), 1)
 
 

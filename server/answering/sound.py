@@ -62,9 +62,9 @@ async def _decoded(pool: WorkerPool, turn: asyncio.Semaphore, part: SoundPart) -
     except RefusedError as problem:
         raise _refusal(str(problem)) from None
     except TimeoutError:
-        raise _refusal(f"{PART} seconds of it take more than {PART_TIME:g} seconds to decode") from None
+        raise _refusal(f"decoding {PART} seconds of it takes more than {PART_TIME:g} seconds") from None
     except WorkerLostError:
-        raise _refusal("it takes too much memory to decode") from None
+        raise _refusal("decoding it takes too much memory") from None
 
 
 def too_long(seconds: float, most: float) -> ApiError:

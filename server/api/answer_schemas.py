@@ -10,29 +10,29 @@ from server.api.scoring_schemas import Texts
 
 
 class AnswerRequest(NumbersBody):
-    """Body of POST /v1/answer. Null means the default, for every field but question and context."""
+    """Body of POST /v1/answer. All fields but question and context may be null, which means the default."""
 
-    question: Texts = Field(description="One question or several: one for all contexts, or as many as there are.")
-    context: Texts = Field(description="The text that holds the answer, or several: one for all questions, or as many.")
+    question: Texts = Field(description="One question for all contexts, or one per context.")
+    context: Texts = Field(description="The text that contains the answer: one for all questions, or one per question.")
     top_k: int | None = Field(
-        None, ge=1, le=MAX_ANSWERS, description=f"Name so many of the likeliest answers ({DEFAULT_ANSWERS})."
+        None, ge=1, le=MAX_ANSWERS, description=f"Number of answers to return, best first ({DEFAULT_ANSWERS})."
     )
     max_answer_len: int | None = Field(
-        None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Tokens of an answer at most ({DEFAULT_ANSWER_LENGTH})."
+        None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Most tokens of an answer ({DEFAULT_ANSWER_LENGTH})."
     )
     max_seq_len: int | None = Field(
         None,
         ge=1,
-        description="Tokens that are read at once, question and special tokens included; a longer context is read in "
-        "windows (384, or what the model takes if that is less).",
+        description="Most tokens of a window, including question and special tokens. Longer contexts are read in "
+        "several windows (384, or the model's limit if that is lower).",
     )
     doc_stride: int | None = Field(
-        None, ge=0, description="Tokens that two neighbouring windows share (128, or half of max_seq_len if less)."
+        None, ge=0, description="Tokens by which neighbouring windows overlap (128, at most half of max_seq_len)."
     )
     handle_impossible_answer: bool | None = Field(
-        None, description="The empty answer is one of the answers: that the context holds none (false)."
+        None, description="Allow the empty answer, which means that the context has no answer (false)."
     )
-    align_to_words: bool | None = Field(None, description="Answers begin and end with whole words (true).")
+    align_to_words: bool | None = Field(None, description="Extend answers to whole words (true).")
 
     def terms(self) -> AnswerTerms:
         """What is asked for."""
@@ -41,8 +41,8 @@ class AnswerRequest(NumbersBody):
 
 
 class FoundAnswer(BaseModel):
-    """An answer with its score, and where it stands in the context: characters (Unicode code points) from start to end,
-    which is exclusive."""
+    """An answer with its score and position in the context: characters (Unicode code points) from start to end
+    (exclusive)."""
 
     answer: str
     score: float

@@ -62,25 +62,31 @@ Messages = Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchem
 
 
 class ChatCompletionRequest(TemplateFields, GenerationBody):
-    """Body of POST /v1/chat/completions. Null means the default, for every field but the messages."""
+    """Body of POST /v1/chat/completions. All fields but messages may be null, which means the default."""
 
-    messages: Messages = Field(description="The conversation so far; content is text, or a list of text parts.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Outweighs max_tokens, its older name.")
+    messages: Messages = Field(
+        description="The conversation so far. The content of a message is a text or a list of text parts."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Takes precedence over max_tokens, its older name."
+    )
     logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
     top_logprobs: int | None = Field(
         None,
         ge=-1,
         le=MAX_LOGPROBS,
-        description=f"With logprobs: report this many of the most probable tokens, too; -1: as many as there may be "
+        description=f"With logprobs: also report this many of the most probable tokens. -1 means the maximum "
         f"({MAX_LOGPROBS}).",
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
+        None,
+        description="Whether the answer calls functions: auto (the model decides), none, required, or a certain "
+        "function.",
     )
-    parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several function calls in one answer (true).")
     reasoning_budget: ReasoningBudget = None
     echo: bool | None = Field(
-        None, description="Begin the answer with the last message's text, where that has the same role."
+        None, description="Begin the answer with the text of the last message, if it has the same role."
     )
 
     def sampling(self) -> dict[str, Any]:
@@ -100,7 +106,7 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
 
 # Of these an answer may hold a hundred thousand: dictionaries take a third of what models do.
 class TopLogprob(TypedDict):
-    """A token, its UTF-8 bytes (null where they cannot be known) and its log-probability."""
+    """A token, its UTF-8 bytes (null if unknown) and its log-probability."""
 
     token: str
     logprob: float
@@ -108,7 +114,7 @@ class TopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer, and what was most probable in its place."""
+    """A token of the answer with the most probable alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -128,7 +134,7 @@ class ChatFunction(BaseModel):
 
 
 class ChatCall(BaseModel):
-    """A call of a function; a message of the role tool names its result by `id`."""
+    """A function call. A message with role tool returns its result with the same `id`."""
 
     id: str
     type: str = "function"
@@ -149,8 +155,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer. `stop_reason` is the stop string or the stop token id that ended it, null for the
-    model's own end of sequence. `score` is what a beam search ranks its answers by."""
+    """An answer. `stop_reason` is the stop string or stop token id that ended it, null for EOS. `score` ranks the
+    answers of a beam search."""
 
     index: int
     message: ChatMessage

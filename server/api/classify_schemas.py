@@ -48,7 +48,7 @@ def _read_pair(item: dict[Any, Any]) -> str | Pair | None:
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None
     if pair == "":
-        raise PydanticCustomError("limit", "may hold no empty text_pair; leave it out")
+        raise PydanticCustomError("limit", "must not have an empty text_pair; leave it out")
     return text if pair is None else Pair((text, pair)) if text else ""
 
 
@@ -71,26 +71,23 @@ _INPUTS_SCHEMA = {
 
 
 class ClassifyRequest(ActivatedBody, BoxedBody):
-    """Body of POST /v1/classify. Null means the default, for every field but input."""
+    """Body of POST /v1/classify. All fields but input may be null, which means the default."""
 
     input: Annotated[Any, PlainValidator(_check_inputs), WithJsonSchema(_INPUTS_SCHEMA)] = Field(
-        description="One input or several: text, two texts that the model reads as a pair (text, text_pair), token "
-        "ids, which are taken as they are, or, of models that read them, images (image: a data: URL or base64; no "
-        "address is ever fetched)."
+        description="One or several inputs: texts, pairs of texts (text, text_pair), lists of token ids, or images "
+        "for models that read them (image: a data: URL or base64; URLs are never fetched)."
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens to each text that the tokenizer puts there (true)."
-    )
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
     top_k: int | None = Field(
-        None, ge=1, description="Models that classify texts: name only so many of the most probable classes (all)."
+        None, ge=1, description="For models that classify texts: return only this many most probable classes (all)."
     )
     aggregation: Aggregation | None = Field(
         None,
-        description="Models that classify tokens: none, every token is an entity; simple, neighbours of one entity are "
-        "joined; first, average and max also keep words whole, by the class of their first token, the classes' "
-        "averages, or their surest token (simple).",
+        description="For models that classify tokens. none: every token is an entity. simple: neighbouring tokens of "
+        "an entity are joined. first, average and max also keep words whole; the class of a word is that of its "
+        "first token, the average, or that of its most certain token (simple).",
     )
-    aggregation_strategy: Aggregation | None = Field(None, description="transformers' name of aggregation.")
+    aggregation_strategy: Aggregation | None = Field(None, description="Name of aggregation in transformers.")
 
     def aggregates(self) -> Aggregation | None:
         """What the two names say.
@@ -103,15 +100,15 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
 
 
 class ClassScore(BaseModel):
-    """A class by its name."""
+    """A class with its score."""
 
     label: str
     score: float
 
 
 class Classification(BaseModel):
-    """One input's classes: `label` names the best one, `probs` holds all in the order of the model's config, `scores`
-    the best first."""
+    """The classes of one input: `label` is the best one, `probs` lists all in the order of the model's config, `scores`
+    lists them best first."""
 
     index: int
     label: str
@@ -121,8 +118,8 @@ class Classification(BaseModel):
 
 
 class Entity(BaseModel):
-    """A part of an input of one class. `start` and `end` (exclusive) count characters of the text (Unicode code
-    points), or tokens where the input came as token ids; null where the model's tokenizer does not say."""
+    """A part of an input that has one class. `start` and `end` (exclusive) count characters (Unicode code points), or
+    tokens if the input was token ids. They are null if the tokenizer does not report positions."""
 
     label: str
     score: float
@@ -132,14 +129,14 @@ class Entity(BaseModel):
 
 
 class TokenClassification(BaseModel):
-    """One input's entities, in their order."""
+    """The entities of one input, in order."""
 
     index: int
     entities: list[Entity]
 
 
 class ClassifyResponse(BaseModel):
-    """Answer of POST /v1/classify; the model decides which kind of data."""
+    """Answer of POST /v1/classify. The kind of data depends on the model."""
 
     id: str
     object: str = "list"

@@ -82,7 +82,7 @@ def _check_input(value: Any) -> str:
     if not isinstance(value, list):
         raise PydanticCustomError("input", "Input should be a string or a list of messages")
     if len(value) > MAX_MESSAGES:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_MESSAGES} items, got {len(value)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_MESSAGES} items, got {len(value)}")
     return "\n\n".join(map(_item, value))
 
 
@@ -105,7 +105,7 @@ Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHE
 
 
 class PredicateQuestion(BaseModel):
-    """How likely a statement about the input is true."""
+    """The probability that a statement about the input is true."""
 
     type: Literal["predicate"]
     instructions: Instructions
@@ -120,7 +120,7 @@ class DecisionChoice(BaseModel):
 
 
 class ChoiceQuestion(BaseModel):
-    """Which option fits the input."""
+    """The option that fits the input best."""
 
     type: Literal["choice"]
     instructions: Instructions
@@ -143,7 +143,7 @@ class ScoreLevel(BaseModel):
 
 
 class ScoreQuestion(BaseModel):
-    """Where the input lies on a scale."""
+    """The position of the input on a scale."""
 
     type: Literal["score"]
     instructions: Instructions
@@ -155,10 +155,12 @@ DecisionQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion,
 
 
 class DecisionRequest(ServedBody):
-    """Body of POST /v1/decisions. Null means the default, for every field but input and questions."""
+    """Body of POST /v1/decisions. All fields but input and questions may be null, which means the default."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    input: Evidence = Field(description="What the questions are about: a text, or messages, calls and their outputs.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
+    input: Evidence = Field(
+        description="The subject of the questions: a text, or messages, function calls and their outputs."
+    )
     questions: Annotated[list[DecisionQuestion], Field(min_length=1), at_most(MAX_QUESTIONS, "questions")] = Field(
         description="Predicates, choices and scores."
     )
@@ -222,7 +224,7 @@ class DecisionOutputDetails(BaseModel):
 
 
 class DecisionUsage(BaseModel):
-    """Tokens of the whole request. The input counts once for each question; all but the first find it cached."""
+    """Tokens of the whole request. The input counts once per question; from the second question on, it is cached."""
 
     input_tokens: int
     input_tokens_details: DecisionInputDetails
@@ -251,13 +253,13 @@ class QuestionSpec(BaseModel):
 
 
 class SystemOneRequest(ServedBody):
-    """Body of POST /v1/systemone. Null means the default, for every field but state and questions."""
+    """Body of POST /v1/systemone. All fields but state and questions may be null, which means the default."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    state: Any = Field(description="What the questions are about: text or JSON.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
+    state: Any = Field(description="The subject of the questions: text or JSON.")
     questions: dict[str, QuestionSpec] = Field(description="Questions by their ids.")
-    instructions: str | None = Field(None, description="A system message ahead of the state.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's template.")
+    instructions: str | None = Field(None, description="A system message before the state.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     images: list[str] | None = Field(None, max_length=0, description="Not supported.")
     audio: list[str] | None = Field(None, max_length=0, description="Not supported.")
     videos: list[str] | None = Field(None, max_length=0, description="Not supported.")

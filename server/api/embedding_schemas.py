@@ -21,46 +21,46 @@ class MatrixBody(TemplateFields, BoxedBody):
 
     input: Inputs | None = Field(
         None,
-        description="One input or several: text, token ids, which are taken as they are, or, of models that read them, "
-        "images (image: a data: URL or base64; no address is ever fetched).",
+        description="One or several inputs: texts, lists of token ids, or images for models that read them (image: a "
+        "data: URL or base64; URLs are never fetched).",
     )
     messages: Messages | None = Field(
-        None, description="In place of input: a conversation, which the model's chat template makes one text of."
+        None, description="Instead of input: a conversation, which the chat template turns into one text."
     )
-    add_generation_prompt: bool | None = Field(None, description="With messages: open the assistant's answer (false).")
+    add_generation_prompt: bool | None = Field(
+        None, description="With messages: end the prompt with the beginning of an assistant message (false)."
+    )
     encoding_format: EncodingFormat | None = Field(
         None,
-        description="A list of numbers (float), base64, or in place of JSON the bytes of all answers one after the "
-        "other, with what they are in the header metadata (bytes) or without (bytes_only).",
+        description="float: lists of numbers. base64: base64. bytes: the concatenated bytes of all vectors instead "
+        "of JSON, described in the header metadata. bytes_only: the same without that header.",
     )
     embed_dtype: EmbedDtype | None = Field(
-        None, description="What base64 and bytes hold: float32 (the default), float16 or bfloat16."
+        None, description="Number format of base64 and bytes: float32 (default), float16 or bfloat16."
     )
     endianness: Literal["native", "little", "big"] | None = Field(
-        None, description="The order of a number's bytes in base64 and bytes: little (the default, also native) or big."
+        None, description="Byte order of base64 and bytes: little (default, also native) or big."
     )
     dimensions: int | None = Field(
-        None, ge=1, description="Keep the first so many features, for models that were trained for that."
+        None, ge=1, description="Shorten vectors to this many dimensions, for models that were trained for it."
     )
     normalize: bool | None = Field(
-        None, description="Divide each vector by its Euclidean norm (as the model's own settings say, else true)."
+        None, description="Scale each vector to Euclidean length 1 (default: the model's settings, else true)."
     )
     use_activation: bool | None = Field(
-        None, description="Of vectors vLLM's name of normalize; of classes whether they are probabilities (true)."
+        None, description="For vectors, vLLM's name of normalize. For classes, return probabilities (true)."
     )
     padding: Literal["do_not_pad", "max_length"] | None = Field(
         None,
-        description="Models that were trained on texts of one length fill texts up in any case; others take no "
-        "max_length.",
+        description="Models that were trained on texts of a fixed length always pad texts; other models do not "
+        "accept max_length.",
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens to each text that the tokenizer puts there (true)."
-    )
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
 
     prompt_name: Name | None = Field(
         None,
-        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
-        "one, if it has one).",
+        description="Prepend this prompt of the model's sentence-transformers config to each text (default: the "
+        "config's default prompt, if any).",
     )
 
     def normalizes(self) -> bool | None:
@@ -74,21 +74,21 @@ class MatrixBody(TemplateFields, BoxedBody):
 
 
 class EmbeddingRequest(MatrixBody):
-    """Body of POST /v1/embeddings. Null means the default, for every field; input or messages must be there."""
+    """Body of POST /v1/embeddings. Input or messages is required. Null means the default."""
 
     pooling: PoolingMode | None = Field(
-        None, description="How a vector is made of the tokens' (as the model's own settings say)."
+        None, description="How token vectors are combined into one (default: the model's settings)."
     )
 
 
 class PoolingRequest(MatrixBody):
-    """Body of POST /pooling. Null means the default, for every field; input or messages must be there."""
+    """Body of POST /pooling. Input or messages is required. Null means the default."""
 
     task: Name | Annotated[list[Name], Field(min_length=1, max_length=3)] | None = Field(
         None,
-        description="embed: a vector; classify: numbers of the classes; token_classify: those of each token; "
-        "token_embed: a vector of each token; sparse_embed: weights of tokens (what the model is made for). A list "
-        "asks for several kinds of vectors.",
+        description="embed: a vector. classify: class scores. token_classify: class scores per token. token_embed: a "
+        "vector per token. sparse_embed: token weights. A list requests several kinds of vectors (default: the "
+        "model's task).",
     )
 
 
@@ -116,11 +116,11 @@ class SparseValue(BaseModel):
 
     index: int = Field(description="The token's id.")
     value: float
-    token: str | None = Field(None, description="The token, as the vocabulary has it.")
+    token: str | None = Field(None, description="The token as written in the vocabulary.")
 
 
 class PoolingVectors(BaseModel):
-    """Several kinds of vectors of one input, by their tasks' names."""
+    """Several kinds of vectors for one input, by task."""
 
     embed: list[float] | None = None
     token_embed: list[list[float]] | None = None
@@ -128,7 +128,7 @@ class PoolingVectors(BaseModel):
 
 
 class PoolingItem(BaseModel):
-    """What was asked of one input: numbers, of each token a list where each has its own, or base64."""
+    """The result for one input: numbers, a list per token, or base64."""
 
     object: str = "pooling"
     index: int

@@ -15,23 +15,21 @@ Label = Annotated[str, Field(min_length=1)]
 
 
 class EntitiesRequest(NumbersBody):
-    """Body of POST /v1/entities. Null means the default, for every field but input and labels."""
+    """Body of POST /v1/entities. All fields but input and labels may be null, which means the default."""
 
-    input: Texts = Field(description="A text, or several.")
+    input: Texts = Field(description="One text or several.")
     labels: Annotated[list[Label], at_most(MAX_LABELS, "labels"), Field(min_length=1, max_length=MAX_LABELS)] = Field(
-        description='What entities there may be, in words: "person", "date of birth".'
+        description='Labels of the entities, such as "person" or "date of birth".'
     )
-    threshold: float | None = Field(
-        None, ge=0, le=1, description=f"An entity's score is above this ({DEFAULT_THRESHOLD})."
-    )
+    threshold: float | None = Field(None, ge=0, le=1, description=f"Minimum score of an entity ({DEFAULT_THRESHOLD}).")
     flat_ner: bool | None = Field(
-        None, description="Entities do not overlap (true). False: one may lie within another."
+        None, description="Do not return overlapping entities (true). False allows nested entities."
     )
-    multi_label: bool | None = Field(None, description="A span may have several labels, as one entity each (false).")
+    multi_label: bool | None = Field(None, description="Allow several labels per span, as separate entities (false).")
     stride: int | None = Field(
         None,
         ge=0,
-        description="Words that two neighbouring windows of a long text share (64, or half a window if less).",
+        description="Words by which neighbouring windows of a long text overlap (64, at most half a window).",
     )
 
     def terms(self) -> EntityTerms:
@@ -42,8 +40,8 @@ class EntitiesRequest(NumbersBody):
 
 
 class FoundEntity(BaseModel):
-    """An entity with its label and score, and where it stands in the text: characters (Unicode code points) from start
-    to end, which is exclusive."""
+    """An entity with its label, score and position in the text: characters (Unicode code points) from start to end
+    (exclusive)."""
 
     text: str
     label: str
@@ -53,7 +51,7 @@ class FoundEntity(BaseModel):
 
 
 class Entities(BaseModel):
-    """The entities of one text, in the order in which they begin."""
+    """The entities of one text, in the order of their start."""
 
     index: int
     entities: list[FoundEntity]

@@ -145,7 +145,7 @@ def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
         ):
             continue
         otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
-        message = _INSTEAD.get(name, f"{name} is not supported; leave it out{otherwise}.")
+        message = _INSTEAD.get(name, f"{name} is not supported. Remove it{otherwise}.")
         raise ApiError(400, message, param=name, code="unsupported_parameter")
 
 
@@ -175,7 +175,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
-            raise PydanticCustomError("limit", f"may hold at most {limit} {what}, got {len(value)}")
+            raise PydanticCustomError("limit", f"may have at most {limit} {what}, got {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -186,7 +186,7 @@ def _few_ids(value: Any) -> Any:
     if isinstance(value, list):
         total = sum(len(item) if isinstance(item, list) else 1 for item in value)
         if total > MAX_LISTED_IDS:
-            raise PydanticCustomError("limit", f"may hold at most {MAX_LISTED_IDS} token ids in all, got {total}")
+            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in all, got {total}")
     return value
 
 
@@ -205,7 +205,7 @@ def _paired(pairs: list[Any]) -> dict[Any, Any]:
     biases: dict[Any, Any] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
-            raise PydanticCustomError("limit", "must hold pairs of a token id and a number, such as [[15, -1.5]]")
+            raise PydanticCustomError("limit", "must contain pairs of a token id and a number, such as [[15, -1.5]]")
         token, bias = pair
         biases[token] = BIAS_RANGE.low if bias is False else bias
     return biases

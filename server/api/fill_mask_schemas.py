@@ -9,16 +9,16 @@ from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage
 
 
 class FillMaskRequest(BoxedBody):
-    """Body of POST /v1/fill-mask. Null means the default, for every field but input."""
+    """Body of POST /v1/fill-mask. All fields but input may be null, which means the default."""
 
     input: Inputs = Field(
-        description="One text or several, or their token ids; each holds the tokenizer's mask token at least once."
+        description="One or several texts or lists of token ids. Each must contain the tokenizer's mask token."
     )
     top_k: int | None = Field(
         None,
         ge=1,
         le=MAX_TOP_K,
-        description=f"Name so many of the most probable tokens for each mask ({DEFAULT_TOP_K}).",
+        description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K}).",
     )
 
 
@@ -32,7 +32,7 @@ class FilledMask(BaseModel):
 
 
 class FilledMasks(BaseModel):
-    """One input: for each mask in its order the most probable tokens, best first."""
+    """For each mask of one input, in order: the most probable tokens, best first."""
 
     index: int
     masks: list[list[FilledMask]]

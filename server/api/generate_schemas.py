@@ -12,19 +12,19 @@ from server.api.schemas import IDS_SCHEMA, GenerationBody, Name, ServedBody, Str
 class GenerateRequest(ServedBody):
     """Body of POST /inference/v1/generate. Null means the default, for every field but token_ids."""
 
-    request_id: Name | None = Field(None, description="Sent back with the answer.")
+    request_id: Name | None = Field(None, description="Returned with the answer.")
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True), WithJsonSchema(IDS_SCHEMA)] = Field(
         description="The prompt."
     )
     sampling_params: GenerationBody = Field(
-        default_factory=GenerationBody, description="The fields of /v1/completions that say how to sample."
+        default_factory=GenerationBody, description="Sampling fields, as in /v1/completions."
     )
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Add the prompt's token ids.")
     output_mode: Literal["tokens", "text"] | None = Field(
-        None, description="text: with the text of the tokens (tokens)."
+        None, description="tokens or text; text adds the text of the tokens (tokens)."
     )
     features: None = Field(None, description="Not supported.")
     content_parts: None = Field(None, description="Not supported.")

@@ -97,10 +97,10 @@ class _Conversation(BaseModel):
     """What a prompt is made of. The values are checked by `server.answering.message_input`, whose errors say which
     block is at fault."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES)] = Field(
-        description="The conversation so far; content is text, or a list of blocks. One of the assistant at the end is "
-        "gone on from."
+        description="The conversation so far. The content of a message is a text or a list of blocks. A final "
+        "assistant message is continued."
     )
     system: Annotated[Any, at_most(MAX_MESSAGES, "blocks"), WithJsonSchema(_TEXTS)] | None = Field(
         None, description="A system message before all others: text, or text blocks."
@@ -109,30 +109,32 @@ class _Conversation(BaseModel):
         None, description="Functions that the answer may call."
     )
     tool_choice: Annotated[dict[str, Any], _SMALL, WithJsonSchema(_CHOICE)] | None = Field(
-        None, description="Whether the answer calls functions: auto (the model decides), any, none, or which one."
+        None,
+        description="Whether the answer calls functions: auto (the model decides), any, none, or a certain function.",
     )
     thinking: Annotated[dict[str, Any], _SMALL, WithJsonSchema(_THINKING)] | None = Field(
-        None, description="Whether the model is to think: enable_thinking for its template."
+        None, description="Whether the model should reason; sets enable_thinking for the chat template."
     )
     output_config: Annotated[dict[str, Any], _SMALL] | None = Field(
-        None, description="`effort`: for the model's template; `format`: what the answer's text must be."
+        None, description="`effort`: passed to the chat template. `format`: format of the answer's text."
     )
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
-        None, description="Variables for the model's template, such as enable_thinking."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
 
 
 class MessageRequest(_Conversation, _AnswerBody):
-    """Body of POST /v1/messages. Null means the default, for every field but the messages and max_tokens."""
+    """Body of POST /v1/messages. All fields but messages and max_tokens may be null, which means the default."""
 
     max_tokens: int = Field(
-        ge=1, description="Most tokens of the answer, its thinking included; no more than there is room for."
+        ge=1,
+        description="Most tokens of the answer, including thinking. Lowered to the room that is left in the context.",
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS, "strings")] | None = Field(
-        None, description="Strings at which the answer ends."
+        None, description="Strings that end the answer."
     )
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
-    metadata: Annotated[dict[str, Any], _SMALL] | None = Field(None, description="Changes nothing.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    metadata: Annotated[dict[str, Any], _SMALL] | None = Field(None, description="Has no effect.")
 
 
 class CountTokensRequest(_Conversation, Body):
@@ -147,7 +149,7 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """What the model thought; nothing signs it."""
+    """The model's reasoning, without a signature."""
 
     type: Literal["thinking"]
     thinking: str
@@ -155,7 +157,7 @@ class ThinkingBlock(TypedDict):
 
 
 class ToolUseBlock(TypedDict):
-    """A call of a function; a block of the type tool_result names its result by `id`."""
+    """A function call. A tool_result block returns its result with the same `id`."""
 
     type: Literal["tool_use"]
     id: str
@@ -167,7 +169,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(TypedDict):
-    """Tokens of the whole request; those that were found in the cache are not among the input's."""
+    """Tokens of the whole request. Cached tokens are not part of the input tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -41,13 +41,13 @@ def read_form(content: bytes, content_type: str) -> Form:
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
         raise _wrong(
-            f"The body must be a form, sent with Content-Type: multipart/form-data; got {shown(content_type)}.",
+            f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.",
         )
     form = Form({}, {})
     separator = b"\r\n--" + boundary.encode("latin-1", "replace")
     at = 0 if content.startswith(separator[2:]) else content.find(separator) + 2
     if at == 1:
-        raise _wrong("The form holds no part: its boundary, which Content-Type names, does not occur.")
+        raise _wrong("The form has no parts: the boundary from Content-Type does not occur in the body.")
     at += len(separator) - 2
     count = 0
     while not content.startswith(b"--", at):
@@ -69,7 +69,7 @@ def _add(form: Form, head: bytes, value: bytes) -> None:
     headers = _headers(head)
     name = headers.get_param("name", header="content-disposition")
     if headers.get_content_disposition() != "form-data" or not isinstance(name, str):
-        raise _wrong("A part of the form has no Content-Disposition: form-data with a name.")
+        raise _wrong("A part of the form lacks a Content-Disposition: form-data header with a name.")
     file_name = headers.get_param("filename", header="content-disposition")
     if file_name is not None:
         if name in form.files:
@@ -77,7 +77,9 @@ def _add(form: Form, head: bytes, value: bytes) -> None:
         form.files[name] = Upload(file_name if isinstance(file_name, str) else "", value)
         return
     if len(value) > MOST_TEXT:
-        raise _wrong(f"{shown(name)} has {len(value)} bytes; a field that is no file has at most {MOST_TEXT}.", name)
+        raise _wrong(
+            f"{shown(name)} has {len(value)} bytes; fields other than files may have at most {MOST_TEXT}.", name
+        )
     try:
         text = value.decode()
     except UnicodeDecodeError as problem:

@@ -21,7 +21,7 @@ _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",
     "required": False,
-    "description": "Seconds after which the request ends, as request_timeout in the body; the shorter time counts.",
+    "description": "Time limit of the request in seconds, like request_timeout in the body. The shorter limit applies.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
 }
 
@@ -52,17 +52,21 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
         error = "MessageError" if path.startswith(MESSAGES_PATH) else "ErrorResponse"
         add = partial(_add_error, error)
         for operation in operations.values():
-            forbidden = "The host or the web page's origin is not allowed."
+            forbidden = "The Host header or the Origin of the web page is not allowed."
             responses: dict[str, Any] = operation.setdefault("responses", {})
             if path not in needless:
                 operation["security"] = keys if closed else [*keys, {}]
-                add(responses, "401", "The API key is missing or not valid.")
+                add(responses, "401", "The API key is missing or invalid.")
                 roles = " or ".join(sorted(roles_for(path)))
-                forbidden += f" Or the API key has not the role that this needs: {roles}."
+                forbidden += f" Or the API key lacks the required role: {roles}."
             if path not in HEALTH_PATHS:
                 add(responses, "403", forbidden)
             if path not in needless and roles_for(path) == {Role.INFERENCE}:
-                add(responses, "429", "The API key's limit of requests a minute, or at the same time, is reached.")
+                add(
+                    responses,
+                    "429",
+                    "The API key has reached its limit of requests per minute or of concurrent requests.",
+                )
             if "requestBody" in operation:
                 if path.startswith("/v1/") and not path.endswith(_WITHOUT_ENGINE):
                     operation.setdefault("parameters", []).append(_TIMEOUT)

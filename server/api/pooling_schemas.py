@@ -19,7 +19,7 @@ _MESSAGES = "messages is not supported here; send input, as text that is ready f
 class NumbersBody(ServedBody):
     """What the bodies of all these endpoints share. Null means the default."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
 
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the answer and are not supported.
@@ -38,8 +38,8 @@ class PoolingBody(NumbersBody):
 
     truncate_prompt_tokens: int | None = Field(
         None,
-        description="Cut each input to so many tokens, special ones included; -1: to the longest that the model takes. "
-        "Without it a longer one is refused.",
+        description="Cut each input to this many tokens, including special tokens; -1 cuts to the model's limit. "
+        "Without it, longer inputs are refused.",
     )
 
 
@@ -80,8 +80,9 @@ class BoxedBody(PoolingBody):
         | None
     ) = Field(
         None,
-        description="Models that read boxes: where each token of an input that comes as token ids stands on its page, "
-        "[left, upper, right, lower]; of several inputs a list of these, with null for an input without (all zeros).",
+        description="For models that read boxes: the position of each token on its page, [left, upper, right, "
+        "lower], for inputs of token ids. For several inputs, a list of these, with null for an input without "
+        "boxes (all zeros).",
     )
 
 
@@ -90,10 +91,10 @@ class ActivatedBody(PoolingBody):
 
     use_activation: bool | None = Field(
         None,
-        description="Make probabilities of the head's numbers, or what the model's config asks for (true). Changes no "
-        "cosine.",
+        description="Apply the activation of the model's config, by default to probabilities (true). Cosines do not "
+        "change.",
     )
-    activation: bool | None = Field(None, description="The older name of use_activation.")
+    activation: bool | None = Field(None, description="Older name of use_activation.")
 
     def activates(self) -> bool | None:
         """What the two names say.
@@ -119,7 +120,7 @@ def either(body: BaseModel, name: str, other: str) -> Any:
 
 
 class PoolingUsage(BaseModel):
-    """Tokens of all inputs, special ones included; none is generated."""
+    """Tokens of all inputs, including special tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -136,7 +137,7 @@ def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
         PydanticCustomError: says which.
     """
     if len(inputs) > MAX_INPUTS:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_INPUTS} inputs, got {len(inputs)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_INPUTS} inputs, got {len(inputs)}")
     empty = next((place for place, item in enumerate(inputs) if item in ("", [])), None)
     if empty is not None:
         where = "" if alone else f": item {empty} is"

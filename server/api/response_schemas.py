@@ -126,7 +126,7 @@ def _check_metadata(value: Any) -> Any:
     if not isinstance(value, dict):
         raise PydanticCustomError("metadata", "must be an object whose values are strings")
     if len(value) > MAX_METADATA:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_METADATA} pairs, got {len(value)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_METADATA} pairs, got {len(value)}")
     for name, text in value.items():
         if not isinstance(text, str):
             raise PydanticCustomError("metadata", "must be an object whose values are strings")
@@ -155,39 +155,41 @@ Metadata = Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), Wi
 
 
 class ResponseStreamOptions(Body):
-    """How to stream. There is no padding against eavesdroppers: `include_obfuscation` changes nothing."""
+    """Options of a stream. `include_obfuscation` has no effect."""
 
-    include_obfuscation: bool | None = Field(None, description="Changes nothing.")
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
 class ResponseRequest(OneAnswerBody):
-    """Body of POST /v1/responses. Null means the default, for every field but the input."""
+    """Body of POST /v1/responses. All fields but input may be null, which means the default."""
 
     # Checked by `server.answering.response_input`, whose errors say which item is at fault.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
         None,
-        description="What the model is to answer: a text, or items: messages, calls of functions and their results, "
-        "reasoning.",
+        description="The input: a text, or items (messages, function calls and their results, reasoning).",
     )
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     instructions: str | None = Field(None, description="A system message before all others.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, its reasoning included.")
+    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, including reasoning.")
     previous_response_id: Name | None = Field(
-        None, description="Go on from a stored answer: its input and output come before this input."
+        None, description="Continue a stored response: its input and output come before this input."
     )
     conversation: Annotated[Any, WithJsonSchema(_CONVERSATION)] = Field(
         None,
-        description="Go on with a stored conversation: its items come before the input, which is added to it, too.",
+        description="Continue a stored conversation: its items come before the input, which is added to it.",
     )
-    store: bool | None = Field(None, description="Keep the answer, where the server has a store for them (true).")
-    metadata: Metadata = Field(None, description="Pairs that are kept with the answer.")
+    store: bool | None = Field(None, description="Store the response, if the server has a response store (true).")
+    metadata: Metadata = Field(None, description="Key-value pairs that are stored with the response.")
     include: Annotated[list[Name], Field(fail_fast=True), at_most(_MAX_MEMBERS, "names")] | None = Field(
-        None, description="message.output_text.logprobs: log-probabilities of the answer's tokens."
+        None, description="message.output_text.logprobs adds log-probabilities of the answer's tokens."
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With that in include: this many of the most probable tokens, too."
+        None,
+        ge=0,
+        le=20,
+        description="With log-probabilities in include: also report this many of the most probable tokens.",
     )
     tools: (
         Annotated[
@@ -198,28 +200,30 @@ class ResponseRequest(OneAnswerBody):
         | None
     ) = Field(None, description="Functions that the answer may call.")
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] | None = Field(
-        None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
+        None,
+        description="Whether the answer calls functions: auto (the model decides), none, required, or a certain "
+        "function.",
     )
-    parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several function calls in one answer (true).")
     text: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_TEXT)] | None = Field(
-        None, description="`format`: what the answer's text must be."
+        None, description="`format`: format of the answer's text."
     )
     reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
-        None, description="`effort`: for the model's template."
+        None, description="`effort`: passed to the chat template."
     )
     reasoning_budget: ReasoningBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
-        None, description="Variables for the model's template, such as enable_thinking."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
-    truncation: Name | None = Field(None, description="disabled or auto: in either case nothing is cut from the input.")
+    truncation: Name | None = Field(None, description="disabled or auto. The input is never truncated.")
     background: bool | None = Field(
-        None, description="Answer at once, and make the answer whether the client stays or not; needs a store."
+        None, description="Return immediately and generate the response in the background; needs a response store."
     )
-    max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
-    user: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    safety_identifier: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    prompt_cache_key: str | None = Field(None, max_length=512, description="Shown in the answer.")
-    service_tier: Name | None = Field(None, description="Changes nothing.")
+    max_tool_calls: int | None = Field(None, ge=1, description="Has no effect, because no tools run on the server.")
+    user: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="Repeated in the response.")
+    service_tier: Name | None = Field(None, description="Has no effect.")
 
 
 # Of items and what is in them an answer may hold much: dictionaries take a third of what models do.
@@ -233,7 +237,7 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """What the model thought."""
+    """The model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -243,7 +247,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(TypedDict):
-    """What the assistant says."""
+    """A message of the assistant."""
 
     type: Literal["message"]
     id: str
@@ -253,7 +257,7 @@ class OutputMessage(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """What the model thought before it went on; there are no summaries of it."""
+    """The model's reasoning. Summaries are not supported."""
 
     type: Literal["reasoning"]
     id: str
@@ -263,7 +267,7 @@ class OutputReasoning(TypedDict):
 
 
 class OutputCall(TypedDict):
-    """A call of a function; an item of the type function_call_output names its result by `call_id`."""
+    """A function call. An item of type function_call_output returns its result with the same `call_id`."""
 
     type: Literal["function_call"]
     id: str
@@ -275,7 +279,8 @@ class OutputCall(TypedDict):
 
 
 class OutputCustomCall(TypedDict):
-    """A call of a tool that takes text; an item of the type custom_tool_call_output names its result by `call_id`."""
+    """A call of a tool that takes text. An item of type custom_tool_call_output returns its result with the same
+    `call_id`."""
 
     type: Literal["custom_tool_call"]
     id: str
@@ -312,14 +317,14 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseProblem(TypedDict):
-    """Why there is no whole answer."""
+    """Why the response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why the answer is not whole."""
+    """Why the answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -331,7 +336,7 @@ class ConversationId(TypedDict):
 
 
 class ResponseObject(BaseModel):
-    """An answer, with what was asked for."""
+    """A response with the parameters of its request."""
 
     id: str
     object: Literal["response"]
@@ -343,7 +348,7 @@ class ResponseObject(BaseModel):
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
-    store: bool = Field(description="The answer is kept.")
+    store: bool = Field(description="Whether the response is stored.")
     previous_response_id: str | None
     conversation: ConversationId | None
     instructions: str | None

@@ -46,7 +46,7 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
         message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
         raise PydanticCustomError("prompt", message)
     if len(prompts) > MAX_PROMPTS:
-        raise PydanticCustomError("limit", f"may hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+        raise PydanticCustomError("limit", f"may have at most {MAX_PROMPTS} prompts, got {len(prompts)}")
     return list(prompts)
 
 
@@ -77,20 +77,23 @@ class ServedBody(Body):
     """What the bodies of all requests share that the engine serves: its terms."""
 
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=MAX_SALT, description="Share cached pages only with requests of the same salt."
+        None,
+        min_length=1,
+        max_length=MAX_SALT,
+        description="Share cached prompts only with requests that have the same salt.",
     )
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
-        description="Lower is served earlier (0), among the requests of the same API key.",
+        description="Requests with a lower number are served first, among those of the same API key (0).",
     )
     request_timeout: float | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
-        description="Seconds from the arrival after which the request ends; the header X-Request-Timeout says the "
-        "same, and of both the shorter time counts.",
+        description="Time limit in seconds, counted from arrival. The header X-Request-Timeout does the same; the "
+        "shorter limit applies.",
     )
 
 
@@ -101,31 +104,35 @@ else:
 
 
 class StreamOptions(Body):
-    """How to stream."""
+    """Options of a stream."""
 
-    include_usage: bool | None = Field(None, description="End the stream with a chunk that holds the usage.")
+    include_usage: bool | None = Field(None, description="End the stream with a chunk that contains the usage.")
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: every chunk holds the usage so far."
+        None, description="With include_usage: every chunk contains the usage so far."
     )
 
 
 class GenerationBody(_SamplingBody, StructuredBody):
     """What the bodies of all endpoints that generate text share. Null means the default."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: StreamOptions | None = None
-    best_of: int | None = Field(None, ge=1, description="Generate that many answers and keep the n most probable.")
+    best_of: int | None = Field(
+        None, ge=1, description="Generate this many answers and return the n most probable ones."
+    )
     use_beam_search: bool | None = Field(None, description="Beam search with max(n, best_of) beams, at least 2.")
     return_token_ids: bool | None = Field(None, description="Add the token ids of the answers and of the prompt.")
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Name tokens among log-probabilities by their ids, token_id:42, since texts may be alike."
+        None,
+        description="Write tokens in log-probabilities as ids (token_id:42), because different tokens may have the "
+        "same text.",
     )
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
         le=2**31 - 1,
-        description="Keep the last so many tokens of a longer prompt; -1: as many as leave room for the answer.",
+        description="Cut a longer prompt to its last N tokens. -1: keep as many as leave room for the answer.",
     )
 
     def sampling(self) -> dict[str, Any]:
@@ -147,28 +154,30 @@ class GenerationBody(_SamplingBody, StructuredBody):
 
 
 class CompletionRequest(GenerationBody):
-    """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
+    """Body of POST /v1/completions. All fields but prompt may be null, which means the default."""
 
     prompt: Prompts = Field(
-        description="One prompt or several, as text or as token ids. Encoder-decoder models: the encoder's input."
+        description="One or several prompts, as text or token ids. For encoder-decoder models, the encoder's input."
     )
     echo: bool | None = Field(
         None,
-        description="Begin each answer with its prompt. With max_tokens 0 there is nothing after it: with logprobs, "
-        "the way to score a text.",
+        description="Begin each answer with its prompt. Use it with max_tokens 0 and logprobs to score a text.",
     )
     suffix: Name | None = Field(None, description="Not supported.")
-    add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens to each text that the tokenizer puts there (true)."
-    )
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
     decoder_prompt: DecoderPrompt | None = Field(
-        None, description="Encoder-decoder models: the beginning of the answer, which goes on from there."
+        None, description="For encoder-decoder models: the beginning of the answer."
     )
     forced_bos_token: Name | int | None = Field(
-        None, description="Encoder-decoder models: the answer's first token, as the vocabulary writes it, or its id."
+        None,
+        description="For encoder-decoder models: first token of the answer, as written in the vocabulary or as an id.",
     )
-    src_lang: Name | None = Field(None, description="Models with tokens for languages: the prompt's, such as en_XX.")
-    tgt_lang: Name | None = Field(None, description="Models with tokens for languages: the answer's, such as de_DE.")
+    src_lang: Name | None = Field(
+        None, description="For models with language tokens: language of the prompt, such as en_XX."
+    )
+    tgt_lang: Name | None = Field(
+        None, description="For models with language tokens: language of the answer, such as de_DE."
+    )
 
 
 class PromptTokensDetails(BaseModel):
@@ -178,13 +187,13 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Part of `Usage`, where reasoning is told apart: its tokens, with the marks around it."""
+    """Part of `Usage`, for models with a reasoning parser: reasoning tokens, including the markers."""
 
     reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
-    """Tokens of the whole request. Answers that best_of threw away count too."""
+    """Tokens of the whole request, including answers that best_of discards."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -194,8 +203,8 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry per token. `text_offset` counts characters from the start of the choice's text and is
-    approximate where a token holds only part of a character."""
+    """One entry per token. `text_offset` counts characters from the start of the text. It is approximate if a token
+    contains only part of a character."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -204,9 +213,8 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or in a stream one answer's next piece. `stop_reason` is the stop string or the stop
-    token id that ended it, null for the model's own end of sequence. `score` is what a beam search ranks
-    its answers by."""
+    """An answer, or the next piece of it in a stream. `stop_reason` is the stop string or stop token id that ended the
+    answer, null for EOS. `score` ranks the answers of a beam search."""
 
     index: int
     text: str
@@ -220,8 +228,8 @@ class CompletionChoice(BaseModel):
 
 
 class BeamMove(BaseModel):
-    """A beam goes on with a token, or ends with it. `parent` is its place among the live beams of the step before;
-    `score` its log-probability so far, of one that ends its final score."""
+    """A beam that continues or ends with a token. `parent` is the index of its parent among the live beams of the
+    previous step. `score` is its log-probability so far, or the final score if it ends."""
 
     parent: int
     token: str
@@ -229,14 +237,14 @@ class BeamMove(BaseModel):
 
 
 class BeamStep(BaseModel):
-    """A step of beam search: the beams that go on, best first, and those that ended."""
+    """A step of beam search: the live beams, best first, and the beams that ended."""
 
     live: list[BeamMove]
     ended: list[BeamMove]
 
 
 class LiveBeams(BaseModel):
-    """Steps of the beam search for a prompt, in a stream with `stream_beams`."""
+    """Steps of a prompt's beam search, in a stream with `stream_beams`."""
 
     prompt: int
     steps: list[BeamStep]
@@ -256,16 +264,16 @@ class CompletionResponse(BaseModel):
 
 
 class TokenizeRequest(TemplateFields, Body):
-    """Body of POST /tokenize: a prompt, or messages with what the template is given besides."""
+    """Body of POST /tokenize: a prompt, or messages with the variables of the chat template."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     prompt: str | None = Field(None, description="Text, as for /v1/completions.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages")] | None = Field(
         None, description="Messages, as for /v1/chat/completions."
     )
-    content: str | None = Field(None, description="The name that prompt has for clients of llama.cpp.")
-    add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
-    return_token_strs: bool | None = Field(None, description="Say how the vocabulary writes each token, too.")
+    content: str | None = Field(None, description="llama.cpp's name of prompt.")
+    add_special_tokens: bool | None = Field(None, description="With prompt: add special tokens, such as BOS (true).")
+    return_token_strs: bool | None = Field(None, description="Also return each token as written in the vocabulary.")
     src_lang: Name | None = Field(None, description="With prompt: its language, as for /v1/completions.")
 
 
@@ -281,12 +289,12 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     tokens: list[int] = Field(min_length=1, fail_fast=True, description="Token ids, each within the vocabulary.")
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer of POST /detokenize; the text has two names, vLLM's and llama.cpp's."""
+    """Answer of POST /detokenize. The text appears under the names of both vLLM and llama.cpp."""
 
     prompt: str
     content: str
@@ -297,8 +305,8 @@ class TokenizerInfo(BaseModel):
 
     tokenizer_class: str
     vocab_size: int
-    special_tokens: dict[str, str | list[str]] = Field(description="By their names, such as bos_token.")
-    chat_template: str | None = Field(description="Of chats without tools, where there is one.")
+    special_tokens: dict[str, str | list[str]] = Field(description="Special tokens by name, such as bos_token.")
+    chat_template: str | None = Field(description="Chat template for conversations without tools, if any.")
 
 
 class VersionResponse(BaseModel):
@@ -314,7 +322,7 @@ class LoadResponse(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """Answer of GET /server_info. Of a model that reads inputs whole, block_size and num_blocks are 0."""
+    """Answer of GET /server_info. block_size and num_blocks are 0 for a model without a KV cache."""
 
     version: str
     model: str
@@ -331,7 +339,7 @@ class ServerInfo(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One served model. Of an encoder-decoder model max_model_len bounds the answer, decoder_prompt included."""
+    """A served model. For an encoder-decoder model, max_model_len limits the answer including decoder_prompt."""
 
     id: str
     object: str = "model"
@@ -341,15 +349,15 @@ class ModelCard(BaseModel):
     max_model_len: int
     max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
     tasks: list[str] = Field(description="What the model can do.")
-    endpoints: list[str] = Field(description="Those that it serves; the others answer 400.")
-    inputs: list[str] = Field(description="What it reads: text, image, audio.")
+    endpoints: list[str] = Field(description="Endpoints that the model supports. Other endpoints return 400.")
+    inputs: list[str] = Field(description="Kinds of input: text, image, audio.")
     decoding: dict[str, bool | int | float | str] | None = Field(
-        None, description="Parameters that a request may leave out, and their values then, where it writes texts."
+        None, description="Default decoding parameters, for models that generate text."
     )
-    embedding_size: int | None = Field(None, description="Features of its vectors, where it gives any.")
-    labels: list[str] | None = Field(None, description="The classes that it tells apart, where it does.")
+    embedding_size: int | None = Field(None, description="Dimensions of the vectors, for embedding models.")
+    labels: list[str] | None = Field(None, description="Class names, for classification models.")
     catalogues: dict[str, int] | None = Field(
-        None, description="Names for `constraint`, and how many titles each has, where there are any."
+        None, description="Catalogues for `constraint`, with their numbers of titles."
     )
 
 

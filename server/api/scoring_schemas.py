@@ -46,11 +46,9 @@ class ScoringBody(ActivatedBody):
     """What both bodies share."""
 
     max_tokens_per_query: int | None = Field(
-        None, ge=0, description="Cut each first text to so many tokens, special ones not counted; 0: not at all (0)."
+        None, ge=0, description="Cut the query to this many tokens, not counting special tokens; 0 means no limit (0)."
     )
-    max_tokens_per_doc: int | None = Field(
-        None, ge=0, description="The same for each second text, that is each document (0)."
-    )
+    max_tokens_per_doc: int | None = Field(None, ge=0, description="Cut each document in the same way (0).")
 
 
 class ScoreRequest(ScoringBody):
@@ -58,8 +56,8 @@ class ScoreRequest(ScoringBody):
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": list(pair)} for pair in SIDES]})
 
-    text_1: Texts | None = Field(None, description="The first of each pair: one for all, or as many as text_2 has.")
-    text_2: Texts | None = Field(None, description="The second of each pair.")
+    text_1: Texts | None = Field(None, description="First text of each pair: one for all pairs, or one per pair.")
+    text_2: Texts | None = Field(None, description="Second text of each pair.")
     data_1: Texts | None = Field(None, description="Another name of text_1, with data_2.")
     data_2: Texts | None = Field(None, description="Another name of text_2, with data_1.")
     queries: Texts | None = Field(None, description="Another name of text_1, with documents or items.")
@@ -94,16 +92,16 @@ class ScoreRequest(ScoringBody):
 
 
 class RerankRequest(ScoringBody):
-    """Body of POST /v1/rerank. Null means the default, for every field but query and documents."""
+    """Body of POST /v1/rerank. All fields but query and documents may be null, which means the default."""
 
-    query: str = Field(min_length=1, description="What the documents are to answer.")
-    documents: Documents = Field(description="The texts to put in order.")
-    top_n: int | None = Field(None, ge=0, description="Return only the best so many; 0 means all (all).")
-    return_documents: bool | None = Field(None, description="Repeat each document's text in its result (true).")
+    query: str = Field(min_length=1, description="The query that the documents are compared with.")
+    documents: Documents = Field(description="The documents to sort.")
+    top_n: int | None = Field(None, ge=0, description="Return only this many best documents; 0 means all (all).")
+    return_documents: bool | None = Field(None, description="Include the text of each document in the result (true).")
 
 
 class ScoreData(BaseModel):
-    """The score of one pair: a cosine from -1 to 1, or what a cross-encoder says."""
+    """The score of one pair: a cosine from -1 to 1, or the output of a cross-encoder."""
 
     index: int
     object: str = "score"
@@ -128,7 +126,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """One document's place: `index` is that in the request."""
+    """A document in the result; `index` is its position in the request."""
 
     index: int
     document: RerankDocument | None = None
@@ -136,7 +134,7 @@ class RerankResult(BaseModel):
 
 
 class RerankResponse(BaseModel):
-    """Answer of POST /v1/rerank: best first, equal ones in the order of the request."""
+    """Answer of POST /v1/rerank: best first, documents with equal scores in the order of the request."""
 
     id: str
     object: str = "list"

@@ -30,7 +30,7 @@ class SpeechForm(ServedBody):
 
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
     prompt: str | None = Field(None, description="A text that might have come before; its last tokens count.")
     response_format: ResponseFormat = Field("json", description="json, text, srt, vtt or verbose_json.")
     temperature: float = Field(
@@ -131,7 +131,7 @@ def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]
     file = form.files.get("file")
     if file is None:
         raise ApiError(
-            400, "file is required: the sound, as a part with a filename.", param="file",
+            400, "file is required: send the audio as a part with a filename.", param="file",
             code="missing_required_parameter",
         )  # fmt: skip
     try:
@@ -142,14 +142,14 @@ def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]
 
 
 class DurationUsage(BaseModel):
-    """What was heard, in whole seconds."""
+    """Length of the audio, in whole seconds."""
 
     type: Literal["duration"] = "duration"
     seconds: int
 
 
 class SpokenSegment(BaseModel):
-    """Something that is said in one go.
+    """A segment of speech.
 
     Attributes:
         seek: hundredths of a second at which the window begins that holds it.
@@ -171,7 +171,7 @@ class SpokenSegment(BaseModel):
 
 
 class SpokenWord(BaseModel):
-    """A word with the punctuation beside it.
+    """A word with its punctuation.
 
     Attributes:
         start, end: seconds.
@@ -183,7 +183,7 @@ class SpokenWord(BaseModel):
 
 
 class TranscriptionResponse(BaseModel):
-    """The text alone (json)."""
+    """The text (json)."""
 
     text: str
     usage: DurationUsage

@@ -139,7 +139,7 @@ def check_value(value: Any, param: str) -> int:
             elif isinstance(item, list):
                 below += item
             elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise _refused(param, f"holds an integer of {item.bit_length()} bits, and at most 64 are allowed")
+                raise _refused(param, f"holds an integer of {item.bit_length()} bits; at most 64 are allowed")
         count += len(below)
         if count > MAX_VALUES:
             raise _refused(param, f"holds more than {MAX_VALUES} values, which is the limit")

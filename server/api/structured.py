@@ -29,40 +29,46 @@ Tags = Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "objec
 
 
 class JsonSchemaFormat(Body):
-    """Part of `ResponseFormat`. Whether it is strict or not, no other answer comes."""
+    """Part of `ResponseFormat`. The schema is always enforced, whether strict is set or not."""
 
-    name: str | None = Field(None, max_length=256, description="Says nothing here.")
-    description: str | None = Field(None, description="Says nothing here; the prompt may.")
+    name: str | None = Field(None, max_length=256, description="Has no effect.")
+    description: str | None = Field(None, description="Has no effect.")
     schema_: Schema = Field(alias="schema", description="The JSON schema.")
     strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """What the answer must look like, in OpenAI's shape."""
+    """Format of the answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = Field(None, description="Of type json_schema.")
-    schema_: Schema | None = Field(
-        None, alias="schema", description="Of type json_object, as in llama.cpp: its schema."
+    json_schema: JsonSchemaFormat | None = Field(None, description="For type json_schema.")
+    schema_: Schema | None = Field(None, alias="schema", description="For type json_object: a schema, as in llama.cpp.")
+    structures: list[Any] | None = Field(
+        None, description="For type structural_tag: begin, schema and end of each tag."
     )
-    structures: list[Any] | None = Field(None, description="Of type structural_tag: begin, schema and end of each tag.")
-    triggers: list[Any] | None = Field(None, description="Of type structural_tag: texts that tags begin with.")
+    triggers: list[Any] | None = Field(None, description="For type structural_tag: texts that start a tag.")
 
 
 class StructuredOutputs(Body):
-    """What the answer must look like, in vLLM's shape: exactly one of the first six."""
+    """Format of the answer, as in vLLM: exactly one of the first six fields."""
 
-    choice: Choices | None = Field(None, description="One of these texts.")
-    grammar: str | None = Field(None, description="What this grammar describes, in llguidance's form of Lark.")
-    json_: Schema | None = Field(None, alias="json", description="JSON of this schema.")
-    json_object: bool | None = Field(None, description="Any JSON object.")
-    regex: str | None = Field(None, description="What this regular expression matches as a whole, in Rust's syntax.")
-    structural_tag: Tags | None = Field(None, description="Free text in which triggers begin tags with JSON in them.")
-    around: str | None = Field(None, description="What may stand around that, in Lark, as /render writes it.")
-    disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its parts.")
-    whitespace_pattern: str | None = Field(None, description="The white space that JSON may have between two parts.")
-    disable_additional_properties: Literal[False] | None = Field(None, description="Not supported: the schema says it.")
-    disable_fallback: bool | None = Field(None, description="Says nothing: there is one backend.")
+    choice: Choices | None = Field(None, description="The answer is one of these texts.")
+    grammar: str | None = Field(
+        None, description="The answer follows this grammar, in llguidance's variant of Lark or in GBNF."
+    )
+    json_: Schema | None = Field(None, alias="json", description="The answer is JSON with this schema.")
+    json_object: bool | None = Field(None, description="The answer is any JSON object.")
+    regex: str | None = Field(None, description="The whole answer matches this regular expression, in Rust's syntax.")
+    structural_tag: Tags | None = Field(
+        None, description="Free text with tags that contain JSON; triggers start the tags."
+    )
+    around: str | None = Field(None, description="Lark grammar of the text around the answer, as /render writes it.")
+    disable_any_whitespace: bool | None = Field(None, description="No white space between the parts of JSON.")
+    whitespace_pattern: str | None = Field(None, description="White space that is allowed between the parts of JSON.")
+    disable_additional_properties: Literal[False] | None = Field(
+        None, description="Not supported; use additionalProperties in the schema."
+    )
+    disable_fallback: bool | None = Field(None, description="Has no effect, because there is only one backend.")
 
     def given(self) -> dict[str, Any]:
         """What is asked for, by the engine's names. Schemas may be large, so that nothing is copied."""
@@ -78,12 +84,14 @@ class StructuredBody(Body):
         None, description="text, json_object, json_schema, or vLLM's structural_tag; see docs/structured-output.md."
     )
     structured_outputs: StructuredOutputs | None = None
-    guided_choice: Choices | None = Field(None, description="structured_outputs.choice by its older name.")
-    guided_grammar: str | None = Field(None, description="structured_outputs.grammar by its older name.")
-    guided_json: Schema | None = Field(None, description="structured_outputs.json by its older name.")
-    guided_regex: str | None = Field(None, description="structured_outputs.regex by its older name.")
-    json_schema: Schema | None = Field(None, description="structured_outputs.json by llama.cpp's name.")
-    grammar: str | None = Field(None, description="structured_outputs.grammar by llama.cpp's name; empty: none.")
+    guided_choice: Choices | None = Field(None, description="Older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="Older name of structured_outputs.grammar.")
+    guided_json: Schema | None = Field(None, description="Older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="Older name of structured_outputs.regex.")
+    json_schema: Schema | None = Field(None, description="llama.cpp's name of structured_outputs.json.")
+    grammar: str | None = Field(
+        None, description="llama.cpp's name of structured_outputs.grammar. An empty text means none."
+    )
 
     def structured(self) -> StructuredOutputsParams | None:
         """What the answer must look like, as the engine is told.

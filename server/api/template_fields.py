@@ -72,15 +72,17 @@ class TemplateFields(BaseModel):
 
     tools: Tools | None = Field(None, description="Functions that the answer may call.")
     documents: Annotated[list[Any], at_most(MAX_DOCUMENTS, "documents"), WithJsonSchema(_DOCUMENTS)] | None = Field(
-        None, description="Documents for templates that show them to the model."
+        None, description="Documents for chat templates that use them."
     )
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
-        None, description="Variables for the model's template, such as enable_thinking."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
-    reasoning_effort: Name | None = Field(None, description="A variable of that name for the model's template.")
+    reasoning_effort: Name | None = Field(None, description="Passed to the chat template as a variable of this name.")
     add_generation_prompt: bool | None = Field(
-        None, description="Open the assistant's answer (true, unless continue_final_message is)."
+        None,
+        description="End the prompt with the beginning of an assistant message (true, unless continue_final_message "
+        "is set).",
     )
     continue_final_message: bool | None = Field(
-        None, description="Leave the last message open: the answer goes on from its end."
+        None, description="Continue the last message instead of starting a new one."
     )

@@ -92,7 +92,7 @@ class EitherRerankRequest(RerankRequest):
     """Body of POST /rerank: with documents that of /v1/rerank, with texts text-embeddings-inference's."""
 
     documents: Documents | None = None
-    texts: Texts | None = Field(None, description="The texts to put in order.")
+    texts: Texts | None = Field(None, description="The documents to sort.")
     raw_scores: bool | None = None
     return_text: bool | None = None
     truncate: bool | None = None

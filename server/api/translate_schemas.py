@@ -13,31 +13,31 @@ Texts = Annotated[Annotated[list[str], Field(min_length=1, fail_fast=True)], at_
 
 
 class TranslateRequest(ServedBody):
-    """Body of POST /translate. Null means the default, for every field but the first three."""
+    """Body of POST /translate. All fields but q, source and target may be null, which means the default."""
 
-    q: str | Texts = Field(description="The text, or several.")
+    q: str | Texts = Field(description="One text or several.")
     source: Name = Field(
-        description="Language of the texts, by its code in GET /languages; auto for models that need not be told."
+        description="Language of the texts, by its code in GET /languages; auto if the model detects it."
     )
     target: Name = Field(description="Language to translate to.")
     format: Name | None = Field(None, description="text; html is not supported.")
-    alternatives: int | None = Field(None, ge=0, description="At most so many further translations of each text (0).")
-    api_key: Name | None = Field(None, description="Not read: keys come in the header Authorization.")
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    alternatives: int | None = Field(None, ge=0, description="Most alternative translations per text (0).")
+    api_key: Name | None = Field(None, description="Ignored; send API keys in the header Authorization.")
+    model: str | None = Field(None, description="Id of the served model. Optional.")
 
 
 class TranslateResponse(BaseModel):
-    """Answer of POST /translate: a text for a text, a list for a list."""
+    """Answer of POST /translate: a text if q is a text, a list if q is a list."""
 
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = Field(
-        None, description="Further translations, best first and each once, where some were asked for."
+        None, description="Alternative translations, best first and without duplicates, if requested."
     )
 
 
 class Language(BaseModel):
-    """A language that the model reads, and those that it translates it to."""
+    """A source language with its target languages."""
 
     code: str
-    name: str = Field(description="The code again: tokenizers hold no names.")
+    name: str = Field(description="Same as the code, because tokenizers do not contain names.")
     targets: list[str]

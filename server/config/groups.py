@@ -1,37 +1,37 @@
-"""The settings by what they are about: the groups of the help."""
+"""The settings, in the groups of the help."""
 
 from __future__ import annotations
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "the model": (
+    "model": (
         "model", "demo", "served_model_name", "strict_model_name", "revision", "hf_token", "tokenizer",
         "skip_tokenizer_init", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser",
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
-    "where it computes, and in which numbers": (
+    "device and formats": (
         "device", "dtype", "quantization", "quantization_cache", "threads", "distributed_executor_backend",
         "enforce_eager", "flash_prefill", "seed",
     ),
-    "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
-    "the pages": (
+    "batching": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
+    "KV cache": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
         "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",
     ),
-    "where it listens": ("host", "port", "uds", "api_server_count", "root_path", "forwarded_allow_ips"),
+    "address": ("host", "port", "uds", "api_server_count", "root_path", "forwarded_allow_ips"),
     "access": (
         "api_key", "api_key_file", "key_requests_per_minute", "key_max_concurrency", "rate_limit_storage",
         "public_metrics", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile",
         "ssl_keyfile_password",
     ),
-    "the page": ("enable_playground", "enable_cache_map"),
-    "limits of requests and streams": (
+    "playground": ("enable_playground", "enable_cache_map"),
+    "limits": (
         "max_api_memory", "max_connections", "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_time", "max_n",
         "max_num_beams", "grammar_timeout", "max_audio_seconds", "max_body_size", "max_answer_size", "max_header_size",
         "max_image_bytes", "max_image_pixels", "stream_keepalive", "stream_stall_timeout",
     ),
     "stored responses": ("response_store", "response_store_max_age", "response_store_max_size"),
     "logs and traces": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
-    "stopping and failing": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
+    "shutdown and failures": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
     "settings": ("config",),
 }  # fmt: skip
 OTHER = "other settings"

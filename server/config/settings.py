@@ -33,86 +33,86 @@ class ServerSettings(BaseModel):
     """Settings of the service around the engine. Made with keywords, it reads nothing else.
 
     Attributes:
-        host: address to listen on; 0.0.0.0 or :: for all.
-        port: port to listen on; 0 for any free one.
+        host: address to listen on; 0.0.0.0 or :: listens on all addresses.
+        port: port to listen on; 0 picks a free port.
         uds: path of a Unix socket to listen on, instead of host and port.
-        api_server_count: processes that answer HTTP beside the one engine; more than 1 for a model so small, and
-            clients so many, that one interpreter's speed is the bound.
-        root_path: prefix under which a proxy shows the service, such as /llm.
-        forwarded_allow_ips: proxies whose X-Forwarded headers count: addresses and networks, separated by
-            commas, or * for all (default: FORWARDED_ALLOW_IPS, else this machine).
-        ssl_keyfile: the certificate's private key (PEM), if it is not in ssl_certfile.
-        ssl_certfile: certificate and its chain (PEM); switches HTTPS on.
-        ssl_keyfile_password: opens an encrypted ssl_keyfile.
-        served_model_name: the model's id to clients (default: the folder's last name, or the hub id).
-        strict_model_name: requests may name the model by that id alone; else also as default, tgi or dummy, or by an
-            empty text, as clients do that were made for servers of a single model.
+        api_server_count: number of processes that answer HTTP requests. More than 1 helps only if a small model serves
+            so many clients that a single Python process is the bottleneck.
+        root_path: path prefix under which a proxy publishes the service, such as /llm.
+        forwarded_allow_ips: proxies whose X-Forwarded headers are trusted: addresses and networks, separated by commas,
+            or * for all (default: FORWARDED_ALLOW_IPS, else this machine).
+        ssl_keyfile: private key of the certificate (PEM), if it is not in ssl_certfile.
+        ssl_certfile: certificate chain (PEM); enables HTTPS.
+        ssl_keyfile_password: password of an encrypted ssl_keyfile.
+        served_model_name: model id for clients (default: the hub id, or the name of the folder or file).
+        strict_model_name: accept only the model id in requests. Without this, default, tgi, dummy and an empty name are
+            accepted too, because clients of single-model servers send them.
         log_level: debug, info, warning or error.
-        log_format: console, json, or auto: console on a terminal, else json.
-        log_prompts: write prompts and answers into the log, cut where they are long; off, no line holds any of it.
-        otlp_traces_endpoint: URL that traces of requests are posted to, in OpenTelemetry's OTLP over HTTP, its path
-            included, such as http://localhost:4318/v1/traces; needs octavo[otel].
+        log_format: console or json; auto means console on a terminal and json otherwise.
+        log_prompts: log prompts and answers; long ones are shortened. Without this, no log line holds any of their
+            text.
+        otlp_traces_endpoint: full URL that receives traces in OpenTelemetry's OTLP over HTTP, such as
+            http://localhost:4318/v1/traces; needs octavo[otel].
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
-        max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
-            service; before that it is started again.
-        liveness_timeout: seconds without a step after which /health/live calls a working engine stuck; after
-            three times as long it is killed and started again.
-        loop_timeout: seconds that the event loop of the service's own process may stand still before that process is
-            ended with status 3, for a supervisor to start it again; 0 for never.
-        api_key: a key that clients must send; several: repeat the flag, or separate them by commas.
-        api_key_file: file of further keys, one a line, each with its roles, name and limits, if it has any; read again
-            at SIGHUP.
-        key_requests_per_minute: requests to the model that each API key may make a minute; more are refused with 429.
-        key_max_concurrency: requests to the model that may run for each API key at the same time; more are refused
-            with 429.
-        rate_limit_storage: URL of a Redis that counts the requests of several services together, such as
-            redis://host:6379/0 (default: each counts its own).
-        public_metrics: /metrics needs no key.
-        allowed_hosts: names that requests may have as their Host, besides localhost, this machine's and all addresses:
-            names, *.example.org for all below one, or * for any; several: repeat the flag, or separate them by commas.
-        allowed_origins: other sites whose web pages may use the service (CORS), such as https://app.example.org, or *
-            for all; several: repeat the flag, or separate them by commas.
-        max_api_memory: memory that the service's own process may have, in bytes or as "2GiB"; while it has more, new
-            requests are refused with 503; 0 for no limit (default: what it has at the start and a quarter of what is
-            free then, on the machine and in the container).
-        max_connections: connections at a time; beyond them idle ones are closed, and health and metrics alone are
-            answered (default: as many as there may be open files, but for what the service needs itself).
-        max_body_size: longest body of a request, in bytes or as "16MiB".
-        max_answer_size: memory that one answer may take, by an estimate from n, max_tokens and logprobs; larger ones
+        max_engine_failures: stop the service after this many engine crashes in a row. Before that, the engine is
+            restarted; a minute of service resets the count.
+        liveness_timeout: seconds without a step after which /health/live reports a busy engine as stuck. After three
+            times as long, the engine is killed and restarted.
+        loop_timeout: seconds that the event loop may hang before the service exits with status 3, so that a supervisor
+            can restart it; 0: never.
+        api_key: key that clients must send. For several keys, repeat the flag or separate them by commas.
+        api_key_file: file with further keys, one per line, each with optional roles, name and limits. SIGHUP reads it
+            again.
+        key_requests_per_minute: requests per minute for each API key; further ones get 429.
+        key_max_concurrency: concurrent requests for each API key; further ones get 429.
+        rate_limit_storage: URL of a Redis server that counts requests for several services together, such as
+            redis://host:6379/0 (default: each service counts its own).
+        public_metrics: serve /metrics without an API key.
+        allowed_hosts: accepted Host headers besides localhost, this machine's name and IP addresses: names,
+            *.example.org for all subdomains, or * for any. For several, repeat the flag or separate them by commas.
+        allowed_origins: other origins whose web pages may use the service (CORS), such as https://app.example.org, or *
+            for all. For several, repeat the flag or separate them by commas.
+        max_api_memory: most memory of the HTTP process, in bytes or as "2GiB"; above it, new requests get 503. 0: no
+            limit (default: its memory at the start plus a quarter of the memory that is free then).
+        max_connections: most open connections. Above it, idle connections are closed and only health and metrics are
+            answered (default: as many as the limit on open files allows).
+        max_body_size: largest request body, in bytes or as "16MiB".
+        max_answer_size: most memory for one answer, estimated from n, max_tokens and logprobs; requests that need more
             are refused.
-        max_header_size: longest head of a request, in bytes or as "64KiB".
-        max_num_queued_reqs: requests (prompts) that may be in the service beyond max_num_seqs; more are
-            refused with 503. Requests for vectors, classes and masked tokens are counted apart, each as one.
-        max_num_queued_tokens: prompt tokens that may wait for their first token; more are refused with 503
-            (default: 4 times what the KV cache holds; without one, 512 of the longest inputs). The same for inputs
-            that wait for an answer in numbers, counted apart.
-        max_queue_time: seconds that a prompt may have to wait for its first token while no place or page is free, by
-            the recent pace; what would wait longer is refused with 503; 0: the two bounds above alone count (default:
-            half as long as a first token takes while there is room).
-        prefix_cache_scope: where keys are set, the requests that share cached pages: those of the same key, or all.
-        tool_call_parser: how the model writes calls of functions: a name from the documentation, none, or auto: as its
-            chat template says.
-        reasoning_parser: how it marks what it thinks before it answers: a name, none, or auto.
-        tool_prompt: auto: where the chat template knows no tools, a system message tells the model of them; off: a
-            request with tools is refused then.
-        reasoning_budget: most tokens of reasoning in an answer, where its request does not say; -1: no limit.
-        response_store: SQLite file that keeps answers of /v1/responses, so that clients can go on from them and read
-            them again; made if it is not there (default: none are kept).
-        response_store_max_age: seconds that an answer is kept.
-        response_store_max_size: bytes of all kept answers together, or as "1GiB"; beyond them the API key with the most
-            loses its oldest.
-        stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
-        stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
-            connection.
-        grammar_timeout: seconds that it may take to compile what an answer must look like (a JSON schema, a regular
-            expression, a grammar).
-        max_image_bytes: largest file of an image, in bytes or as "10MiB"; as base64 it takes a third more of the body.
-        max_image_pixels: most pixels of an image, and of what it is resized to.
-        max_audio_seconds: longest sound that /v1/audio takes, in seconds.
+        max_header_size: largest request head, in bytes or as "64KiB".
+        max_num_queued_reqs: requests (prompts) that may wait beyond max_num_seqs; further ones get 503. Embedding,
+            classification and fill-mask requests are counted separately, each as one.
+        max_num_queued_tokens: prompt tokens that may wait for their first answer token; further requests get 503
+            (default: 4 times the size of the KV cache; without one, 512 inputs of full length). Embedding and
+            classification inputs are counted separately.
+        max_queue_time: most seconds that a prompt may be expected to wait for its first token. The estimate uses the
+            recent speed; requests that would wait longer get 503. 0: only the two limits above count (default: half the
+            time to first token of an idle server).
+        prefix_cache_scope: who shares cached prompts if API keys are set: key shares them among requests with the same
+            key, global among all.
+        tool_call_parser: format of tool calls in the model's output: a name from the documentation, none, or auto to
+            find it in the chat template.
+        reasoning_parser: format of reasoning in the model's output: a name from the documentation, none, or auto to
+            find it in the chat template.
+        tool_prompt: auto: if the chat template does not support tools, describe them in a system message. off: refuse
+            requests with tools then.
+        reasoning_budget: most tokens of reasoning in an answer, for requests that do not set it; -1: no limit.
+        response_store: SQLite file that stores answers of /v1/responses, so that clients can continue or read them
+            later. It is created if missing (default: nothing is stored).
+        response_store_max_age: seconds that an answer is stored.
+        response_store_max_size: most bytes of all stored answers, or a size such as "1GiB". Above it, the API key with
+            the most data loses its oldest answers.
+        stream_keepalive: seconds of silence after which a stream sends a comment; 0: never.
+        stream_stall_timeout: seconds after which a client that does not read its answer is disconnected.
+        grammar_timeout: most seconds for compiling a JSON schema, regular expression or grammar.
+        max_image_bytes: largest image file, in bytes or as "10MiB". Base64 makes it a third larger in the request body.
+        max_image_pixels: most pixels of an image, before and after resizing.
+        max_audio_seconds: longest audio file for /v1/audio, in seconds.
         max_n: most answers per prompt that a request may ask for.
-        enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
-        enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
-            while a page is open (/playground/live), without contents and ids of requests.
+        enable_playground: serve the playground, a web page to try the model, at /. The page needs no API key, but its
+            requests do.
+        enable_cache_map: show in the playground what each page of the KV cache holds, without contents and request ids,
+            to clients that may read /metrics.
     """
 
     # A message must not show the input: it may be a secret.
@@ -274,7 +274,8 @@ class ServerSettings(BaseModel):
             whole = False
         if whole and "@" in parts.netloc:  # not shown: it may be a secret
             raise ConfigError(
-                "otlp_traces_endpoint must hold no name and password: set OTEL_EXPORTER_OTLP_TRACES_HEADERS."
+                "otlp_traces_endpoint must not contain a user name or password. Set "
+                "OTEL_EXPORTER_OTLP_TRACES_HEADERS instead."
             )
         if not whole or not parts.path:
             raise ConfigError(
@@ -300,7 +301,7 @@ class ServerSettings(BaseModel):
     def _check_key_limits(self) -> Self:
         for name in ("key_requests_per_minute", "key_max_concurrency", "rate_limit_storage"):
             if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
-                raise ConfigError(f"{name} is set, but no API key is, and limits are those of keys: set api_key_file.")
+                raise ConfigError(f"{name} is set, but there are no API keys to limit. Set api_key_file.")
         return self
 
     @check_field("max_api_memory")
@@ -356,7 +357,7 @@ class SettingsBase(ServerSettings, BaseSettings):
             return values
         if model is not None:
             raise ConfigError(
-                f"demo {demo} is a bundled model, but MODEL is set as well, to {model!r}: leave one of them out."
+                f"demo {demo} selects a bundled model, but MODEL is also set, to {model!r}. Remove one of them."
             )
         return {**values, "model": str(DEMOS[demo])}
 
@@ -442,7 +443,7 @@ def _explain(cls: type[BaseModel], problem: ValidationError) -> str:
         return str(raised)
     name = str(error["loc"][0]) if error["loc"] else ""
     if name not in cls.model_fields:
-        return f"{name} is no setting."
+        return f"unknown setting {name}."
     field, given = cls.model_fields[name], error["input"]
     near = did_you_mean(given, choices(field)) if isinstance(given, str) and name not in SECRETS else ""
     return f"{name} must be {allowed(field)}, got {shown(name, given)!r}{near or '.'}"

@@ -53,7 +53,7 @@ def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> lis
                     "Service another name, or set enableServiceLinks: false."
                 )
         elif not is_service_link(name, value):
-            sentences.append(f"{name} is no setting and is ignored{did_you_mean(name.upper(), known) or '.'}")
+            sentences.append(f"{name} is an unknown setting and is ignored{did_you_mean(name.upper(), known) or '.'}")
     return sentences
 
 
@@ -69,9 +69,9 @@ def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
     for key, value in _parse(path).items():
         name = str(key).replace("-", "_")
         if name == "config":
-            raise ConfigError(f"{path}: a file of settings cannot name another one (config).")
+            raise ConfigError(f"{path}: a settings file cannot include another one (config).")
         if name not in names:
-            raise ConfigError(f"{path}: {key!s} is no setting{did_you_mean(name, names) or '.'}")
+            raise ConfigError(f"{path}: unknown setting {key!s}{did_you_mean(name, names) or '.'}")
         if name in values:
             raise ConfigError(f"{path}: {name} is set twice.")
         values[name] = value
@@ -109,5 +109,5 @@ def _parse(path: str) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold lines such as max_num_seqs: 32, got a {type(content).__name__}.")
+        raise ConfigError(f"{path} must contain lines such as max_num_seqs: 32, got a {type(content).__name__}.")
     return content

@@ -95,7 +95,7 @@ class AuthMiddleware:
             await send({"type": "websocket.close", "code": 1008})
         else:
             extra = {"status": refusal.status_code, "path": scope["path"], "client": client_address(scope)}
-            what = "no valid API key" if key is None else "the API key has not the role that this path needs"
+            what = "no valid API key" if key is None else "the API key lacks the role for this path"
             logger.warning("Refused: %s.", what, extra=extra)
             await refusal.response()(scope, receive, send)
 

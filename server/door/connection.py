@@ -143,7 +143,7 @@ class WatchedProtocol(asyncio.Protocol):
             self._watch()  # slow, but alive
         else:
             logger.warning(
-                "A client took nothing for %g seconds (stream_stall_timeout); its connection is closed.",
+                "A client did not read for %g seconds (stream_stall_timeout); its connection was closed.",
                 self.stall_timeout,
             )
             self._connection.stall()
@@ -155,7 +155,9 @@ async def drain_connections(drain: Drain, connections: Set[Any], seconds: float)
     if await drain.wait_idle(seconds):
         return
     logger.warning(
-        "%d requests did not finish within %g seconds (shutdown_timeout) and are ended.", drain.num_running, seconds
+        "%d requests did not finish within %g seconds (shutdown_timeout) and were cancelled.",
+        drain.num_running,
+        seconds,
     )
     drain.interrupt()
     if not await drain.wait_idle(LAST_WORDS):

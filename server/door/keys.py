@@ -114,11 +114,11 @@ def _read_file(
     except OSError as problem:
         raise ConfigError(f"{where} cannot be read: {problem.strerror or problem}.") from problem
     except UnicodeDecodeError as problem:
-        raise ConfigError(f"{where} is not a text in UTF-8.") from problem
+        raise ConfigError(f"{where} is not UTF-8 text.") from problem
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not lines:
-        raise ConfigError(f"{where} holds no key; write one key a line, or leave --api-key-file out.")
+        raise ConfigError(f"{where} has no keys. Write one key per line, or remove --api-key-file.")
     for number, line in lines:
         try:
             key = _parse(line, limits)
@@ -126,22 +126,26 @@ def _read_file(
             raise ConfigError(f"{where}, line {number}: {problem}") from None
         if keys.setdefault(key.digest, key) != key:
             before = origins[key.digest]
-            raise ConfigError(f"{where}, line {number}: the same key stands {before}, with other words; leave one out.")
+            raise ConfigError(
+                f"{where}, line {number}: the same key is {before} with other options. Remove one of them."
+            )
         origins.setdefault(key.digest, f"on line {number}")
 
 
 def _parse(line: str, limits: Mapping[str, int | None]) -> ApiKey:
     given, *words = line.split()
     if not given.isascii() or not given.isprintable():
-        raise ConfigError("the key is not of printable ASCII characters without spaces.")
+        raise ConfigError("the key must consist of printable ASCII characters without spaces.")
     if given.partition("=")[0] in _WORDS:
-        raise ConfigError(f"it begins with {given.partition('=')[0]}=, where the key should stand.")
+        raise ConfigError(f"it begins with {given.partition('=')[0]}=, but the key must come first.")
     values: dict[str, Any] = {}
     for number, word in enumerate(words, 2):
         name, equals, value = word.partition("=")
         if not equals or name not in _WORDS:
             # It may be a part of the key.
-            raise ConfigError(f"word {number} is unknown; after a key may stand {', '.join(_WORDS)} (each with =).")
+            raise ConfigError(
+                f"word {number} is unknown; after a key, only {', '.join(_WORDS)} are allowed (each with =)."
+            )
         attribute, read, allowed = _WORDS[name]
         if attribute in values:
             raise ConfigError(f"{name}= is given twice.")

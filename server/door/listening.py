@@ -106,8 +106,8 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
         reason = (problem.strerror if isinstance(problem, OSError) else None) or problem
         raise StartupError(
-            f"cannot listen on {host}, port {port}: {reason}. "
-            "Choose another with --host and --port (OCTAVO_HOST, OCTAVO_PORT)."
+            f"cannot listen on {host}, port {port}: {reason}. Choose another address with --host and --port "
+            f"(OCTAVO_HOST, OCTAVO_PORT)."
         ) from problem
     return listener
 
@@ -129,7 +129,7 @@ def bind_path(path: Path) -> socket.socket:
     try:
         if len(os.fsencode(path)) > _LONGEST_PATH:
             raise StartupError(
-                f"cannot listen on {path}: a socket's path may have {_LONGEST_PATH} bytes, this one has "
+                f"cannot listen on {path}: the path of a socket may have at most {_LONGEST_PATH} bytes, this one has "
                 f"{len(os.fsencode(path))}. Choose a shorter one with --uds (OCTAVO_UDS)."
             )
         try:
@@ -152,7 +152,7 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise StartupError(f"cannot listen on {path}: it exists and is no socket. Choose another path with --uds.")
+        raise StartupError(f"cannot listen on {path}: it exists and is not a socket. Choose another path with --uds.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
@@ -164,7 +164,8 @@ def _remove_stale(path: Path) -> None:
             taken = True
     if taken:
         raise StartupError(
-            f"cannot listen on {path}: another process does. Stop it, or choose another path with --uds (OCTAVO_UDS)."
+            f"cannot listen on {path}: another process is using it. Stop that process, or choose another path with "
+            f"--uds (OCTAVO_UDS)."
         )
     path.unlink()
 

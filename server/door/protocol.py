@@ -270,7 +270,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if version not in ("1.0", "1.1"):
             raise _RefusedError(400, f"This server speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}.")
         if method == b"CONNECT":
-            raise _RefusedError(400, "This server is no proxy: it does not answer CONNECT.")
+            raise _RefusedError(400, "This server is not a proxy and does not support CONNECT.")
         if not self.url.startswith(b"/") and httptools.parse_url(self.url).path is None:
             raise _RefusedError(400, "The request's target has no path.")
         names = [name for name, _ in self.headers]

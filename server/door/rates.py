@@ -95,15 +95,16 @@ class RequestRates:
     def _has_failed(self, problem: Exception) -> None:
         if self._ask_again is None:
             logger.warning(
-                "Redis, which counts the requests of API keys (rate_limit_storage), cannot be asked: %s. They are "
-                "counted in this process until it can.",
+                "Redis (rate_limit_storage) does not answer: %s. Requests of API keys are counted in this process "
+                "until "
+                "it does.",
                 type(problem).__name__,
             )
         self._ask_again = time.monotonic() + _AGAIN
 
     def _has_answered(self) -> None:
         if self._ask_again is not None:
-            logger.info("Redis counts the requests of API keys again.")
+            logger.info("Redis answers again and counts the requests of API keys.")
             self._ask_again = None
 
 
@@ -139,14 +140,14 @@ def _pool(url: str) -> Any:
         from redis.backoff import NoBackoff
     except ImportError:
         raise ConfigError(
-            "rate_limit_storage names Redis, whose package is not installed: pip install 'octavo[redis]'."
+            "rate_limit_storage needs the package redis, which is not installed: pip install 'octavo[redis]'."
         ) from None
     try:
         # Once more at once: Redis may have closed a connection that nothing was asked on for long.
         again = Retry(NoBackoff(), 1)
         return BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None, retry=again)
     except ValueError:  # its words may repeat the URL, which may hold a password
-        raise ConfigError("rate_limit_storage is not a URL that Redis can be reached by.") from None
+        raise ConfigError("rate_limit_storage is not a valid Redis URL.") from None
 
 
 def _listed(kinds: type[Exception] | tuple[type[Exception], ...]) -> tuple[type[Exception], ...]:

@@ -11,7 +11,7 @@ from engine import ConfigError
 from server.config.settings import ServerSettings
 from server.door.keys import KeyRing, read_api_keys
 
-NO_FILE = "SIGHUP: nothing to read again, since no file of API keys is set (api_key_file)."
+NO_FILE = "SIGHUP: there is no file of API keys to reload (api_key_file is not set)."
 
 logger = logging.getLogger("octavo.server")
 
@@ -69,7 +69,7 @@ class KeyReload:
             # In a thread: the file may lie where reading takes its time.
             keys = await asyncio.to_thread(read_api_keys, self._settings)
         except ConfigError as problem:
-            logger.error("SIGHUP: the API keys stay as they are: %s", problem)
+            logger.error("SIGHUP: the API keys were not reloaded: %s", problem)
         else:
             self._keys.replace(keys)
-            logger.info("SIGHUP: the API keys have been read again; there are %d.", len(keys))
+            logger.info("SIGHUP: reloaded the API keys; there are %d.", len(keys))

@@ -78,7 +78,7 @@ class RequestIdMiddleware:
                 await to_api_error(problem).response()(scope, receive, send_with_id)
         except asyncio.CancelledError:
             # The server's time to stop is over. Nothing runs after this, so the task ends here all the same.
-            logger.warning("A request was cancelled because the server stops.")
+            logger.warning("A request was cancelled because the server is stopping.")
             if not started:
                 error = ApiError(503, "The server is stopping.", code="shutting_down", headers={"Connection": "close"})
                 await error.response()(scope, receive, send_with_id)

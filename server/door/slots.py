@@ -223,7 +223,8 @@ class Slots:
         if now > self._said + _SILENCE:
             self._said = now
             logger.warning(
-                "All %d connections are taken (max_connections); idle ones are closed for new ones, and beyond them "
-                "health and metrics alone are answered.",
+                "All %d connections are in use (max_connections). Idle ones are closed to accept new ones; beyond "
+                "that, "
+                "only health and metrics are answered.",
                 self.sizes.ordinary,
             )

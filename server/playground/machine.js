@@ -9,15 +9,15 @@ import { labelOf } from "./labels.js";
 const LISTED = 24;
 
 const LEGEND = [
-  ["held", "in use"], ["shared", "by several"], ["found", "used again"], ["cached", "kept, coloured at first"], ["free", "free"],
+  ["held", "in use"], ["shared", "shared"], ["found", "reused"], ["cached", "cached for reuse"], ["free", "free"],
 ];
 
 // What the numbers of the feed are called, and what they mean, in a line each.
 const GAUGES = [
-  ["in use", ({ pages }) => pages.held, "pages of requests that run now"],
-  ["kept", ({ pages }) => pages.cached, "pages of requests that ended: a prompt that begins alike starts sooner"],
-  ["free", ({ pages }) => pages.free, "pages with nothing in them"],
-  ["a page", ({ pages }) => pages.tokens, "tokens that one page has room for"],
+  ["in use", ({ pages }) => pages.held, "pages of running requests"],
+  ["kept", ({ pages }) => pages.cached, "pages of finished requests; prompts with the same beginning reuse them"],
+  ["free", ({ pages }) => pages.free, "empty pages"],
+  ["a page", ({ pages }) => pages.tokens, "tokens per page"],
   ["steps", ({ steps }) => steps, "times that the model ran; each gives every answer its next token"],
 ];
 

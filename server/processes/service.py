@@ -224,7 +224,7 @@ class _Service:
             ]
             if not self._over.done():
                 address = announcement(self._settings, self._listener, self._begin.model_id)
-                logger.info("%s, with %d processes that answer.", address, self._begin.num_fronts)
+                logger.info("%s, with %d HTTP processes.", address, self._begin.num_fronts)
             failure = await self._over
             await self._stop()
             return failure
@@ -262,9 +262,7 @@ class _Service:
 
     async def _stop(self) -> None:
         limit = self._settings.shutdown_timeout
-        logger.info(
-            "Stopping; what the processes are answering gets up to %g seconds. A second signal stops at once.", limit
-        )
+        logger.info("Stopping. Running requests get up to %g seconds. A second signal stops immediately.", limit)
         self._drain.begin()
         self._listener.socket.close()  # else what connects to a socket that no front reads would wait
         self._tell_all(Stop())
@@ -303,7 +301,7 @@ class _Service:
                 )
         except OSError as problem:
             ours.close()
-            raise OctavoError(f"cannot start a process that answers HTTP ({sys.executable}): {problem}.") from problem
+            raise OctavoError(f"cannot start an HTTP process ({sys.executable}): {problem}.") from problem
         front = _Front(place, f"front-{self._num_started}".encode(), process, Desk(self._counts))
         self._fronts[place] = front
         line = await Line.over(ours, partial(self._answer, front), partial(self._gone, front))
@@ -350,8 +348,8 @@ class _Service:
             self._replaced.inc()
             self._lost_prompts.inc(lost)
             logger.error(
-                "Process %d, which answered HTTP, has ended with status %d; %d prompts are lost with it. Another one "
-                "takes its place.",
+                "HTTP process %d ended with status %d; %d prompts are lost. A new process "
+                "replaces it.",
                 front.process.pid, status, lost,
             )  # fmt: skip
             await self._replace(front.place)
@@ -366,11 +364,11 @@ class _Service:
                     self._end(str(problem))
                     return
                 delay = min(_FIRST_DELAY * 2 ** (self._num_failures - 1), _MAX_DELAY)
-                logger.error("No other process could take its place (again in %.1f s): %s", delay, problem)
+                logger.error("The HTTP process could not be replaced (next attempt in %.1f s): %s", delay, problem)
                 await asyncio.sleep(delay)
             else:
                 self._num_failures = 0
-                logger.info("Another process answers HTTP in its place.")
+                logger.info("A new HTTP process has replaced it.")
                 return
 
     # ---------------------------------------------------------------- what fronts ask

@@ -76,7 +76,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, Deployme
     known = [*Settings.model_fields.keys() - {"config"}, *DeploymentOptions.model_fields]
     for name in given:
         if name not in known:
-            raise ConfigError(f"{name} is neither a setting nor an option{did_you_mean(name, known) or '.'}")
+            raise ConfigError(f"unknown setting or option {name}{did_you_mean(name, known) or '.'}")
     try:
         options = DeploymentOptions(
             **{name: given.pop(name) for name in DeploymentOptions.model_fields if name in given}
@@ -86,12 +86,12 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, Deployme
         raise ConfigError(f"{error['loc'][0]}: {error['msg']}, got {error['input']!r}.") from None
     if options.max_replicas < options.min_replicas:
         raise ConfigError(
-            f"max_replicas is {options.max_replicas}, less than min_replicas ({options.min_replicas}): raise it."
+            f"max_replicas ({options.max_replicas}) must be at least min_replicas ({options.min_replicas})."
         )
     settings = Settings(**given)
     for name, instead in _SERVES_OWN.items():
         if getattr(settings, name) != Settings.model_fields[name].default:
-            message = f"{name} is Ray Serve's part, and has no effect on a replica. Instead: {instead}."
+            message = f"{name} has no effect on a replica, because Ray Serve does this. Use instead: {instead}."
             if name in given:
                 raise ConfigError(message)
             logger.warning("%s", message)  # a variable, which may be meant for `octavo serve` in the same image

@@ -33,8 +33,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_answer(
     body: Annotated[AnswerRequest, Body(openapi_examples=examples.ANSWER)], request: Request, service: ServiceDep
 ) -> Response:
-    """The parts of each context that answer a question. A context that is too long is read in windows that overlap.
-    Also at /answer."""
+    """Find the parts of a context that answer a question. Long contexts are read in overlapping windows. Also at
+    /answer."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/answer")
@@ -56,13 +56,13 @@ def _paired(body: AnswerRequest) -> list[tuple[str, str]]:
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:
         message = (
-            f"question and context must be one and one or several, or as many of one as of the other; got "
+            f"send one question and one or several contexts, or the same number of both; got "
             f"{len(questions)} and {len(contexts)}."
         )
         raise ApiError(400, message, param="context", code="invalid_value")
     for name, texts in (("question", questions), ("context", contexts)):
         if (longest := max(map(len, texts))) > MAX_CHARACTERS:
-            message = f"a {name} may have at most {MAX_CHARACTERS} characters, and one has {longest}. Cut it in parts."
+            message = f"a {name} may have at most {MAX_CHARACTERS} characters, but one has {longest}. Split it."
             raise ApiError(400, message, param=name, code="context_length_exceeded")
     questions, contexts = (texts * count if len(texts) == 1 else texts for texts in (questions, contexts))
     return list(zip(questions, contexts, strict=True))
@@ -94,8 +94,8 @@ class _AnswerRun(PoolingRun):
             total += len(self.windows[-1])
             if total > MAX_WINDOWS:
                 message = (
-                    f"the contexts make more than {MAX_WINDOWS} windows, which is the most that one request may have. "
-                    "Send fewer, raise max_seq_len, or lower doc_stride."
+                    f"the contexts make more than {MAX_WINDOWS} windows, the limit for a request. Send fewer, "
+                    f"raise max_seq_len, or lower doc_stride."
                 )
                 raise ApiError(400, message, param="context", code="context_length_exceeded")
         return [

@@ -48,7 +48,8 @@ def _document(form: type[SpeechForm]) -> dict[str, Any]:
     summary="Transcribe speech",
 )
 async def create_transcription(request: Request, service: ServiceDep) -> Response:
-    """The text of a sound, in the language that is spoken unless the model's generation_config.json says translate."""
+    """Transcribe an audio file in the language that is spoken, unless the model's generation_config.json sets the task
+    to translate."""
     return await _respond(request, service, None, TranscriptionForm)
 
 
@@ -60,7 +61,7 @@ async def create_transcription(request: Request, service: ServiceDep) -> Respons
     summary="Translate speech into English",
 )
 async def create_translation(request: Request, service: ServiceDep) -> Response:
-    """The text of a sound in English."""
+    """Translate the speech of an audio file into English text."""
     return await _respond(request, service, "translate", TranslationForm)
 
 

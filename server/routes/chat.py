@@ -35,12 +35,12 @@ router = APIRouter(route_class=StrictJsonRoute)
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
     responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
-    summary="Answer a conversation",
+    summary="Create a chat completion",
 )
 async def create_chat_completion(
     body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)], request: Request, service: ServiceDep
 ) -> Response:
-    """Say what the assistant says next, at once or as a stream."""
+    """Generate the assistant's next message in a conversation. The answer comes as a whole or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/chat/completions")

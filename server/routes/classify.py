@@ -38,8 +38,7 @@ _NEEDS_TEXT = ("first", "average", "max")  # ways to join tokens that go by word
 async def create_classification(
     body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
 ) -> Response:
-    """The classes of each input as a whole, or, of a model that classifies tokens, the entities in it. Also at
-    /classify."""
+    """Return the classes of each input, or its entities if the model classifies tokens. Also at /classify."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/classify")
@@ -100,7 +99,7 @@ class _TextRun(_ClassifyRun):
     async def inputs(self) -> list[PoolingInput]:
         for name in ("aggregation", "aggregation_strategy"):
             if getattr(self.body, name) is not None:
-                raise _refusal(name, "a model that classifies tokens, and this one classifies texts")
+                raise _refusal(name, "a model that classifies tokens, but this model classifies texts")
         return await self.read(PoolingParams(task="classify", use_activation=self.use_activation))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
@@ -124,13 +123,15 @@ class _TokenRun(_ClassifyRun):
 
     async def inputs(self) -> list[PoolingInput]:
         if self.body.top_k is not None:
-            raise _refusal("top_k", "a model that classifies texts, and this one classifies tokens")
+            raise _refusal("top_k", "a model that classifies texts, but this model classifies tokens")
         self.aggregation = self.body.aggregates() or "simple"
         if isinstance(self.body.input[0], list) and self.aggregation in _NEEDS_TEXT:
-            message = f"aggregation {self.aggregation!r} goes by words, and token ids have none; send text, or simple."
+            message = (
+                f"aggregation {self.aggregation!r} needs words, which token ids do not have. Send text, or use simple."
+            )
             raise ApiError(400, message, param="aggregation", code="invalid_value")
         if any(isinstance(item, Pair) for item in self.body.input):
-            message = f"{self.service.model_id} classifies the tokens of one text at a time; leave text_pair out."
+            message = f"{self.service.model_id} classifies the tokens of a single text. Remove text_pair."
             raise ApiError(400, message, param="input", code="unsupported_parameter")
         return await self.read(PoolingParams(task="token_classify", use_activation=self.use_activation))
 
@@ -152,4 +153,4 @@ class _TokenRun(_ClassifyRun):
 
 
 def _refusal(name: str, why: str) -> ApiError:
-    return ApiError(400, f"{name} is for {why}; leave it out.", param=name, code="unsupported_parameter")
+    return ApiError(400, f"{name} is only for {why}. Remove it.", param=name, code="unsupported_parameter")

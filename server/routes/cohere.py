@@ -70,7 +70,7 @@ def _given(body: CohereEmbedRequest) -> list[Any]:
         ApiError: there are texts and images, or neither.
     """
     if (body.model_extra or {}).get("inputs") is not None:
-        message = "inputs is not supported; send texts, or images."
+        message = "inputs is not supported. Send texts or images."
         raise ApiError(400, message, param="inputs", code="unsupported_parameter")
     if (body.texts is None) == (body.images is None):
         message = "Send texts or images" + (", and not both." if body.texts is not None else ".")
@@ -96,7 +96,9 @@ def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
     ours = "END" if side == "right" else "START"
     if body.truncate not in (None, ours):
-        message = f"truncate must be NONE or {ours}, where this model's tokenizer cuts, got {body.truncate}."
+        message = (
+            f"truncate must be NONE or {ours}, the side on which this model's tokenizer cuts, got {body.truncate}."
+        )
         raise ApiError(400, message, param="truncate", code="unsupported_parameter")
     limit = service.client.info.max_model_len
     return longest(-1 if body.max_tokens is None else min(body.max_tokens, limit), service.client.info)
@@ -125,8 +127,8 @@ class _CohereRun(MatrixRun):
         for place, item in enumerate(found):
             if self.most is not None and item.num_tokens > self.most:
                 message = (
-                    f"texts[{place}] is too long: it has {item.num_tokens} tokens, and max_tokens is {self.most}. "
-                    f"Shorten it, send more max_tokens, or {self.advice}."
+                    f"texts[{place}] is too long: it has {item.num_tokens} tokens, but max_tokens is "
+                    f"{self.most}. Shorten it, raise max_tokens, or {self.advice}."
                 )
                 raise ApiError(400, message, param="texts", code="context_length_exceeded")
         return found

@@ -37,19 +37,19 @@ router = APIRouter(route_class=StrictJsonRoute)
     "/v1/completions",
     response_model=CompletionResponse,
     responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
-    summary="Continue a prompt",
+    summary="Complete a prompt",
 )
 async def create_completion(
     body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
     request: Request,
     service: ServiceDep,
 ) -> Response:
-    """Continue one prompt or several, at once or as a stream."""
+    """Complete one or several prompts. The answer comes as a whole or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/completions")
     if body.suffix:
-        raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
+        raise ApiError(400, "suffix is not supported. Remove it.", param="suffix", code="unsupported_parameter")
     if body.echo:
         refuse_echo(service)
     shape = shape_of(body, service, echo=bool(body.echo))

@@ -75,9 +75,9 @@ async def list_items(
     conversation_id: Id,
     request: Request,
     service: ServiceDep,
-    after: Annotated[str | None, Query(max_length=256, description="Begin behind the item with this id.")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
+    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc or desc (default)")] = "desc",
 ) -> ItemList:
     """List the items, the last one first by default."""
     conversations, tenant = store_of(service, "conversations").conversations, tenant_of(request)

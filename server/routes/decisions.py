@@ -49,12 +49,12 @@ router = APIRouter(route_class=StrictJsonRoute)
     "/v1/decisions",
     response_model=DecisionResponse,
     responses=ERROR_RESPONSES,
-    summary="Answer questions about an input by probabilities",
+    summary="Create decisions",
 )
 async def create_decision(
     body: Annotated[DecisionRequest, Body(openapi_examples=examples.DECISIONS)], request: Request, service: ServiceDep
 ) -> Response:
-    """Up to 400 predicates, choices and scores about one input, all in one batch."""
+    """Answer up to 400 questions (predicates, choices, scores) about one input with probabilities, in one batch."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/decisions")
@@ -90,7 +90,7 @@ def _question(where: str, question: DecisionQuestion) -> Question:
     else:
         pairs = [(level.label, level.description) for level in question.levels]
     if len(pairs) > len(LETTERS):
-        message = f"{where} has {len(pairs)} choices, and this server labels at most {len(LETTERS)} choices by letters."
+        message = f"{where} has {len(pairs)} choices, but at most {len(LETTERS)} are supported."
         _fail(where, f"{message} Ask several questions.")
     return Question(question.instructions, tuple(described(*pair) for pair in pairs), LETTERS[: len(pairs)])
 
@@ -130,19 +130,19 @@ def _expected(shares: Sequence[float]) -> float:
     "/v1/systemone",
     response_model=SystemOneResponse,
     responses=ERROR_RESPONSES,
-    summary="The same in vLLM's shape",
+    summary="Create decisions (vLLM's format)",
 )
 async def create_structured_decision(
     body: Annotated[SystemOneRequest, Body(openapi_examples=examples.SYSTEM_ONE)], request: Request, service: ServiceDep
 ) -> Response:
-    """Choices, yes or no, and scores about a state, which is text or JSON."""
+    """Answer choices, yes-or-no questions and scores about a state, which is text or JSON."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/systemone")
     body.refuse_unsupported()
     variables = body.chat_template_kwargs or {}
     if variables.get("enable_thinking"):
-        message = "the answer is the reply's first token, so thinking must be off; leave enable_thinking out."
+        message = "the first token of the reply is the answer, so thinking must be off. Remove enable_thinking."
         _fail("chat_template_kwargs", message)
     if not 0 < len(body.questions) <= MAX_SPECS:
         _fail("questions", f"questions must hold at least one and at most {MAX_SPECS}, got {len(body.questions)}.")

@@ -35,15 +35,13 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_
 
 
 @router.post("/embeddings", include_in_schema=False)
-@router.post(
-    "/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Texts and images to vectors"
-)
+@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Create embeddings")
 async def create_embeddings(
     body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
     request: Request,
     service: ServiceDep,
 ) -> Response:
-    """One vector for each input. For models that give vectors (`tasks` in /v1/models: embed)."""
+    """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/embeddings")
@@ -72,16 +70,16 @@ def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
         ApiError: there are no texts.
     """
     if body.prompt_name is not None and not run.texts:
-        message = "prompt_name goes with texts: token ids are taken as they are. Put the prompt's tokens among them."
+        message = "prompt_name only works with texts. Add the prompt's tokens to the token ids."
         raise ApiError(400, message, param="prompt_name", code="invalid_value")
 
 
-@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="What a model's head says")
+@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="Run a pooling task")
 async def create_pooling(
     body: Annotated[PoolingRequest, Body(openapi_examples=examples.POOLING)], request: Request, service: ServiceDep
 ) -> Response:
-    """The head's numbers for each input, as vLLM's endpoint of this name has them: a vector, the classes, the classes
-    of each token, a vector of each token, or weights of tokens; of several kinds of vectors each by its task."""
+    """Return the output of the model's head for each input, as in vLLM: a vector, class scores, class scores per token,
+    a vector per token, or token weights. A list of tasks returns each kind by its name."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/pooling")
@@ -115,14 +113,14 @@ def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: 
     """
     names = [params.task for params in tasks]
     if len(set(names)) < len(names) or not set(names) <= set(PROMPTED):
-        message = f"task as a list must hold different ones of {', '.join(PROMPTED)}, got {shown(names)}."
+        message = f"task as a list must contain distinct values of {', '.join(PROMPTED)}, got {shown(names)}."
         raise ApiError(400, message, param="task", code="invalid_value")
     sides = {} if info.token_vectors is None else info.token_vectors.sides
     if len(names) > 1 and body.prompt_name in sides:
-        message = f"prompt_name {body.prompt_name} is how token_embed reads texts, and other tasks do not. Ask apart."
+        message = f"prompt_name {body.prompt_name} works with token_embed only. Send separate requests."
         raise ApiError(400, message, param="prompt_name", code="unsupported_parameter")
     if body.encoding_format not in (None, "float"):
-        message = f"encoding_format must be float where several tasks are asked for, got {body.encoding_format}."
+        message = f"encoding_format must be float for several tasks, got {body.encoding_format}."
         raise ApiError(400, message, param="encoding_format", code="unsupported_parameter")
 
 
@@ -141,10 +139,13 @@ def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> Poolin
         message = f"task must be {' or '.join(known)} for this model, got {shown(asked)}."
         raise ApiError(400, message, param="task", code="unsupported_task")
     if body.prompt_name is not None and task not in PROMPTED:
-        message = f"prompt_name goes with vectors, and this is {task}; leave it out."
+        message = f"prompt_name only works with embedding tasks, not with {task}. Remove it."
         raise ApiError(400, message, param="prompt_name", code="unsupported_parameter")
     if task == "sparse_embed" and body.encoding_format not in (None, "float"):
-        message = f"encoding_format {body.encoding_format} holds numbers alone; task sparse_embed gives tokens, too."
+        message = (
+            f"encoding_format {body.encoding_format} can only hold numbers, but the task sparse_embed also "
+            f"returns tokens."
+        )
         raise ApiError(400, message, param="encoding_format", code="unsupported_parameter")
     if task == "token_embed" and body.dimensions is None:
         return PoolingParams(task=task, normalize=body.normalizes())
@@ -154,7 +155,7 @@ def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> Poolin
         return params
     for name in ("dimensions", "normalize"):
         if getattr(body, name) is not None:
-            message = f"{name} goes with task embed, and this is {task}; leave it out."
+            message = f"{name} only works with the task embed, not with {task}. Remove it."
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     return PoolingParams(task=task, use_activation=body.use_activation)
 

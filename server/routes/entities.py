@@ -29,19 +29,19 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 @router.post("/entities", include_in_schema=False)
 @router.post(
-    "/v1/entities", response_model=EntitiesResponse, responses=ERROR_RESPONSES, summary="Find entities by labels"
+    "/v1/entities", response_model=EntitiesResponse, responses=ERROR_RESPONSES, summary="Find entities by label"
 )
 async def create_entities(
     body: Annotated[EntitiesRequest, Body(openapi_examples=examples.ENTITIES)], request: Request, service: ServiceDep
 ) -> Response:
-    """The parts of each text that are what one of the labels says. A text that is too long is read in windows that
-    overlap. Also at /entities."""
+    """Find the parts of each text that match one of the labels. Long texts are read in overlapping windows. Also at
+    /entities."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/entities")
     body.refuse_unsupported()
     if (longest := max(map(len, body.input))) > MAX_CHARACTERS:
-        message = f"a text may have at most {MAX_CHARACTERS} characters, and one has {longest}. Cut it in parts."
+        message = f"a text may have at most {MAX_CHARACTERS} characters, but one has {longest}. Split it."
         raise ApiError(400, message, param="input", code="context_length_exceeded")
     return await _EntitiesRun(service, body, arrival, entity_terms=body.terms()).respond(request)
 
@@ -71,8 +71,8 @@ class _EntitiesRun(PoolingRun):
             total += len(self.readings[-1].windows)
             if total > MAX_WINDOWS:
                 message = (
-                    f"the texts make more than {MAX_WINDOWS} windows, which is the most that one request may have. "
-                    "Send fewer, or lower stride."
+                    f"the texts make more than {MAX_WINDOWS} windows, the limit for a request. Send fewer, or "
+                    f"lower stride."
                 )
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
         return [

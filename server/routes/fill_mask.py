@@ -34,7 +34,7 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_filled_masks(
     body: Annotated[FillMaskRequest, Body(openapi_examples=examples.FILL_MASK)], request: Request, service: ServiceDep
 ) -> Response:
-    """The most probable tokens for each mask of each input. Also at /fill-mask."""
+    """Return the most probable tokens for each mask of each input. Also at /fill-mask."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/fill-mask")
@@ -86,8 +86,8 @@ class _FillMaskRun(PoolingRun):
         wanted = sum(sizes)
         if wanted > MAX_FILLED:
             message = (
-                f"{sum(map(len, places))} masks with {shown} tokens each (top_k) make sequences of {wanted} tokens "
-                f"together, and one answer holds at most {MAX_FILLED}. Send fewer inputs, or a smaller top_k."
+                f"{sum(map(len, places))} masks with {shown} tokens each (top_k) make sequences of {wanted} "
+                f"tokens together, but an answer may have at most {MAX_FILLED}. Send fewer inputs, or a smaller top_k."
             )
             raise ApiError(400, message, param="top_k", code="invalid_value")
 

@@ -45,28 +45,26 @@ router = APIRouter(route_class=StrictJsonRoute)
 rendering = APIRouter(route_class=StrictJsonRoute)
 
 
-@rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Prompts to token ids, for another server")
+@rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Render prompts to token ids")
 async def render_completion(
     body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
     response: Response,
     service: ServiceDep,
 ) -> list[RenderedRequest]:
-    """A body for /inference/v1/generate for each prompt."""
+    """Return a request body for /inference/v1/generate for each prompt."""
     service.check_model(body.model)
     require(service, "/inference/v1/generate")
     run = CompletionRun(service, body, shape_of(body, service), time.monotonic(), decoder=None)
     return await _rendered(run, "cmpl-", response)
 
 
-@rendering.post(
-    "/v1/chat/completions/render", responses=ERROR_RESPONSES, summary="Messages to token ids, for another server"
-)
+@rendering.post("/v1/chat/completions/render", responses=ERROR_RESPONSES, summary="Render messages to token ids")
 async def render_chat(
     body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)],
     response: Response,
     service: ServiceDep,
 ) -> RenderedRequest:
-    """A body for /inference/v1/generate."""
+    """Return a request body for /inference/v1/generate."""
     service.check_model(body.model)
     require(service, "/v1/chat/completions")
     (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", response)
@@ -110,12 +108,12 @@ def _given(params: Any) -> dict[str, Any]:
     "/inference/v1/generate",
     response_model=GenerateResponse,
     responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
-    summary="Continue token ids by token ids",
+    summary="Generate token ids from token ids",
 )
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=examples.GENERATE)], request: Request, service: ServiceDep
 ) -> Response:
-    """vLLM's route for prompts that are tokenised elsewhere, at once or as a stream."""
+    """Generate from token ids that another server made, as in vLLM. The answer comes as a whole or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/inference/v1/generate")

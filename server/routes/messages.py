@@ -24,8 +24,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 counting = APIRouter(route_class=StrictJsonRoute)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": MessageError, "description": "The request is at fault."},
-    "5XX": {"model": MessageError, "description": "The server is at fault."},
+    "4XX": {"model": MessageError, "description": "Client error."},
+    "5XX": {"model": MessageError, "description": "Server error."},
 }
 
 
@@ -33,12 +33,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     MESSAGES_PATH,
     response_model=MessageObject,
     responses={200: {"content": examples.MESSAGE_STREAM}, **_ERRORS},
-    summary="Answer messages",
+    summary="Create a message",
 )
 async def create_message(
     body: Annotated[MessageRequest, Body(openapi_examples=examples.MESSAGES)], request: Request, service: ServiceDep
 ) -> Response:
-    """Say what the assistant says next, at once or as a stream, in Anthropic's shape."""
+    """Generate the assistant's next message, as in Anthropic's Messages API. The answer comes as a whole or as a
+    stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
@@ -55,7 +56,7 @@ async def count_tokens(
     response: Response,
     service: ServiceDep,
 ) -> TokenCount:
-    """How many tokens the prompt has that /v1/messages makes of these messages."""
+    """Count the prompt tokens that /v1/messages would use for these messages."""
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
     ignored: Ignored = set()

@@ -21,7 +21,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {**said, "model": said["model"] | MessageError} for status, said in ERROR_RESPONSES.items()
 }
 Models, Model = ModelList | MessageModelList, ModelCard | MessageModel
-Version = Annotated[str | None, Header(alias=VERSION_HEADER, description="Any: the answer has Anthropic's shape.")]
+Version = Annotated[
+    str | None, Header(alias=VERSION_HEADER, description="With any value, the answer has Anthropic's format.")
+]
 
 
 def _card(service: Service) -> ModelCard:
@@ -74,7 +76,7 @@ def _inputs(info: EngineInfo) -> list[str]:
     summary="List the served models",
 )
 async def list_models(service: ServiceDep, version: Version = None) -> ModelList | Response:
-    """The one model that this server serves."""
+    """List the model that this server serves."""
     if version is not None:
         return _whole(
             MessageModelList(data=[_message_model(service)], first_id=service.model_id, last_id=service.model_id)
@@ -92,6 +94,6 @@ async def list_models(service: ServiceDep, version: Version = None) -> ModelList
     summary="Describe a served model",
 )
 async def get_model(model_id: str, service: ServiceDep, version: Version = None) -> ModelCard | Response:
-    """The model of that id; 404 for any other than the served one."""
+    """Return the served model. Other ids get 404."""
     service.check_model(model_id, exactly=True)
     return _card(service) if version is None else _whole(_message_model(service))

@@ -13,10 +13,10 @@ from server.errors import ERROR_RESPONSES, ApiError
 router = APIRouter()
 
 
-@router.get("/health/live", responses=ERROR_RESPONSES, summary="Whether the service works, or needs a restart")
+@router.get("/health/live", responses=ERROR_RESPONSES, summary="Liveness")
 async def live(service: ServiceDep) -> dict[str, str]:
-    """200 while this answers and the engine is idle, makes progress or is being started again; 503 when it
-    has work and has not completed a step for too long."""
+    """Returns 200 while the engine is idle, makes progress or restarts. Returns 503 if it has work but has not
+    completed a step for too long."""
     progress, limit = service.client.progress, service.settings.liveness_timeout
     if not progress.idle and progress.seconds > limit:
         message = (
@@ -29,11 +29,11 @@ async def live(service: ServiceDep) -> dict[str, str]:
 
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
-@router.get("/health", responses=ERROR_RESPONSES, summary="The same as /health/ready")
-@router.get("/health/ready", responses=ERROR_RESPONSES, summary="Whether requests can be served")
+@router.get("/health", responses=ERROR_RESPONSES, summary="Readiness (same as /health/ready)")
+@router.get("/health/ready", responses=ERROR_RESPONSES, summary="Readiness")
 async def ready(service: ServiceDep) -> dict[str, str]:
-    """200 while requests are served; 503 while the service stops or has too much memory, and after the engine has
-    died until it has been started again."""
+    """Returns 200 while requests are served. Returns 503 while the service stops, uses too much memory, or restarts a
+    crashed engine."""
     if service.drain.draining:
         raise shutting_down()
     if service.memory.exceeded():
@@ -44,15 +44,15 @@ async def ready(service: ServiceDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/load", responses=ERROR_RESPONSES, summary="How many requests the service has")
+@router.get("/load", responses=ERROR_RESPONSES, summary="Number of running requests")
 async def load(service: ServiceDep) -> LoadResponse:
-    """Requests to the model that have begun and not ended, in this process; vLLM's name for them."""
+    """Return the number of requests to the model that are running in this process, as in vLLM."""
     return LoadResponse(server_load=service.drain.num_running)
 
 
-@router.get("/server_info", responses=ERROR_RESPONSES, summary="What serves here")
+@router.get("/server_info", responses=ERROR_RESPONSES, summary="Server information")
 async def server_info(request: Request, service: ServiceDep) -> ServerInfo:
-    """Facts about the service, the model and its memory. No setting that could be a secret is among them."""
+    """Return information about the service, the model and its memory, without secrets."""
     info = service.client.info
     return ServerInfo(
         version=request.app.version,
@@ -70,9 +70,9 @@ async def server_info(request: Request, service: ServiceDep) -> ServerInfo:
     )
 
 
-@router.get("/tokenizer_info", responses=ERROR_RESPONSES, summary="What the model's tokenizer is")
+@router.get("/tokenizer_info", responses=ERROR_RESPONSES, summary="Tokenizer information")
 async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
-    """Its class, size, special tokens and chat template."""
+    """Return the tokenizer's class, size, special tokens and chat template."""
     tokenizer = service.tokenizer
     if tokenizer is None:
         raise ApiError(404, f"{service.model_id} has no tokenizer.", code="no_tokenizer")
@@ -96,7 +96,7 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     return Response(content, headers={"Content-Type": content_type})
 
 
-@router.get("/version", responses=ERROR_RESPONSES, summary="Octavo's version")
+@router.get("/version", responses=ERROR_RESPONSES, summary="Version")
 async def version(request: Request) -> VersionResponse:
-    """The version of the service, not of the model."""
+    """Return the version of Octavo."""
     return VersionResponse(version=request.app.version)

@@ -45,12 +45,13 @@ ResponseId = Annotated[str, Path(max_length=256)]
     _ENDPOINT,
     response_model=ResponseObject,
     responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
-    summary="Answer items of a conversation",
+    summary="Create a response",
 )
 async def create_response(
     body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)], request: Request, service: ServiceDep
 ) -> Response:
-    """Say what comes next in a conversation, at once or as a stream of typed events."""
+    """Generate the next items of a conversation, as in OpenAI's Responses API. The answer comes as a whole or as a
+    stream of typed events."""
     arrival = time.monotonic()
     ignored: Ignored = set()
     items, chat, tools = await _read(body, request, service, ignored)
@@ -95,7 +96,7 @@ async def _read(
     f"{_ENDPOINT}/{{response_id}}",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="Show a stored answer",
+    summary="Get a stored response",
 )
 async def get_response(
     response_id: ResponseId,
@@ -106,7 +107,7 @@ async def get_response(
         int, Query(ge=-1, description="With stream: begin behind the event of this number.")
     ] = -1,
 ) -> Response:
-    """An answer that was stored, as it is; its stream from any event on, if it had one in the background."""
+    """Return a stored response, or the stream of a background response from any event on."""
     tenant = tenant_of(request)
     kept = await _kept(service, response_id, tenant)
     if not stream:
@@ -114,15 +115,17 @@ async def get_response(
     store = service.response_store
     assert store is not None
     if await asked(service, store.events(response_id, tenant, starting_after)) is None:
-        message = f"{shown(response_id)} has no stream to resume: only answers made with background and stream have."
+        message = (
+            f"{shown(response_id)} has no stream to resume. Only responses made with background and stream have one."
+        )
         raise ApiError(400, message, param="stream", code="invalid_value")
     events = follow(service, response_id, tenant, starting_after)
     return EventStream(events, Wanted(service.drain, lambda reason: None))
 
 
-@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
+@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored response")
 async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
-    """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
+    """Delete a response with its input. Responses that continue it can no longer be continued."""
     store, tenant = service.response_store, tenant_of(request)
     if not (await _kept(service, response_id, tenant)).ended:
         await _cancelled(service, response_id, tenant)
@@ -135,11 +138,11 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
     f"{_ENDPOINT}/{{response_id}}/cancel",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="End an answer that is not complete",
+    summary="Cancel a response",
 )
 async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
-    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too.
-    One that was made in the background and has ended is answered as it is."""
+    """Stop a response that is still being generated. The result and the stream end with the text so far. A background
+    response that has ended is returned as it is."""
     cancelled = await _cancelled(service, response_id, tenant_of(request))
     if cancelled is not None:
         return Response(to_json(cancelled), media_type="application/json")
@@ -151,17 +154,17 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Se
 
 
 @stored.get(
-    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored answer"
+    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored response"
 )
 async def list_input_items(
     response_id: ResponseId,
     request: Request,
     service: ServiceDep,
-    after: Annotated[str | None, Query(max_length=256, description="Begin behind the item with this id.")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
+    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc or desc (default)")] = "desc",
 ) -> ItemList:
-    """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
+    """List the input items of a response's request. The items of earlier turns are listed with their own responses."""
     kept = await _kept(service, response_id, tenant_of(request))
     items = await asyncio.to_thread(kept.items)
     if order == "desc":
@@ -190,7 +193,7 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
     try:
         return await asked(service, store.history(id_, tenant, most))
     except HistoryError as problem:
-        message = f"{name} {shown(id_)} cannot be gone on from: {problem}."
+        message = f"{name} {shown(id_)} cannot be continued: {problem}."
         if problem.missing is None:
             message += " Send what is needed of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
@@ -220,5 +223,9 @@ async def _kept(service: Service, id_: str, tenant: str | None) -> Kept:
 
 
 def _unknown(service: Service, id_: str) -> ApiError:
-    why = "" if service.response_store is not None else " This server stores none: it has no --response-store."
+    why = (
+        ""
+        if service.response_store is not None
+        else " This server does not store responses (--response-store is not set)."
+    )
     return ApiError(404, f"There is no response {shown(id_)}.{why}", param="response_id", code="not_found")

@@ -36,8 +36,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_score(
     body: Annotated[ScoreRequest, Body(openapi_examples=examples.SCORE)], request: Request, service: ServiceDep
 ) -> Response:
-    """How well texts go together: one with many, or pair by pair. A cross-encoder reads both texts together; of other
-    models it is the cosine of the texts' vectors. Also at /score."""
+    """Score how well texts match: one text against many, or pair by pair. A cross-encoder reads both texts together;
+    with other models, the score is the cosine of the two vectors. Also at /score."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/score")
@@ -67,7 +67,7 @@ async def create_either_rerank(
     require(service, "/v1/rerank")
     body.refuse_unsupported()
     if body.documents is not None:
-        message = "documents and texts are two names of what is ranked; send one of them."
+        message = "documents and texts are two names of the same field. Send only one of them."
         raise ApiError(400, message, param="documents", code="invalid_value")
     run = _TextsRun(
         service,
@@ -83,13 +83,13 @@ async def create_either_rerank(
 
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post(
-    "/v1/rerank", response_model=RerankResponse, responses=ERROR_RESPONSES, summary="Put documents in order for a query"
+    "/v1/rerank", response_model=RerankResponse, responses=ERROR_RESPONSES, summary="Rerank documents for a query"
 )
 async def create_rerank(
     body: Annotated[RerankRequest, Body(openapi_examples=examples.RERANK)], request: Request, service: ServiceDep
 ) -> Response:
-    """Documents by how well they go with a query, best first. Scores are those of /v1/score. Also at /rerank and
-    /v2/rerank."""
+    """Sort documents by how well they match a query, best first. The scores are the same as for /v1/score. Also at
+    /rerank and /v2/rerank."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/rerank")

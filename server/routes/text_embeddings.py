@@ -47,7 +47,9 @@ def cut_of(truncate: bool | None, direction: str | None, service: Service) -> in
         return None
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
     if direction is not None and direction.lower() != side:
-        message = f"truncation_direction must be {side}, where this model's tokenizer cuts, got {direction}."
+        message = (
+            f"truncation_direction must be {side}, the side on which this model's tokenizer cuts, got {direction}."
+        )
         raise ApiError(400, message, param="truncation_direction", code="unsupported_parameter")
     return service.client.info.max_model_len
 

@@ -36,8 +36,8 @@ class _Countable(Room):
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
         message = (
-            f"{self.param} is too long for one request: {length} tokens, and the limit is {self.tokens} "
-            f"(the larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."
+            f"{self.param} is too long for one request: {length} tokens, but the limit is {self.tokens} (the "
+            f"larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."
         )
         return ApiError(400, message, param=self.param, code="context_length_exceeded")
 
@@ -47,13 +47,13 @@ class _Countable(Room):
         return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENIZED), param)
 
 
-@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
+@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Tokenize text or messages")
 async def tokenize(
     body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
     response: Response,
     service: ServiceDep,
 ) -> TokenizeResponse:
-    """The token ids that the completions endpoint makes of a prompt, or the chat endpoint of messages."""
+    """Return the token ids of a prompt for /v1/completions, or of messages for /v1/chat/completions."""
     _check(body, response, service)
     tokenizer = _tokenizer(service, "prompt" if body.messages is None else "messages")
     given = either(body, "prompt", "content")
@@ -66,7 +66,9 @@ async def tokenize(
             message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
             raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
         if body.src_lang is not None:
-            raise ApiError(400, "src_lang goes with prompt, not with messages.", param="src_lang", code="invalid_value")
+            raise ApiError(
+                400, "src_lang is only allowed with prompt, not with messages.", param="src_lang", code="invalid_value"
+            )
         refuse_chat(service, "messages")
         messages, tools = read_messages(body.messages), read_tools(body.tools)
         rendering = read_rendering(body, tools)
@@ -77,7 +79,9 @@ async def tokenize(
     else:
         for name in ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if getattr(body, name):
-                raise ApiError(400, f"{name} goes with messages, not with prompt.", param=name, code="invalid_value")
+                raise ApiError(
+                    400, f"{name} is only allowed with messages, not with prompt.", param=name, code="invalid_value"
+                )
         special = body.add_special_tokens is not False
         text = given or ""
         asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
@@ -95,13 +99,13 @@ async def tokenize(
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
 
 
-@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")
+@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Detokenize token ids")
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=examples.DETOKENIZE)],
     response: Response,
     service: ServiceDep,
 ) -> DetokenizeResponse:
-    """The text of token ids, special ones included."""
+    """Return the text of token ids, including special tokens."""
     _check(body, response, service)
     tokenizer = _tokenizer(service, "tokens")
     room = _Countable.of(service, "tokens")

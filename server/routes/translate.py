@@ -32,9 +32,9 @@ router = APIRouter(route_class=FormOrJsonRoute)
 listing = APIRouter()
 
 
-@listing.get("/languages", responses=ERROR_RESPONSES, summary="List the languages of a model that translates")
+@listing.get("/languages", responses=ERROR_RESPONSES, summary="List languages for translation")
 async def list_languages(service: ServiceDep) -> list[Language]:
-    """The languages that the served model reads, each with those that it translates it to."""
+    """List the source languages of the model, each with its target languages."""
     require(service, ENDPOINT)
     languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
@@ -54,15 +54,15 @@ async def list_languages(service: ServiceDep) -> list[Language]:
 async def translate(
     body: Annotated[TranslateRequest, Body(openapi_examples=examples.TRANSLATE)], request: Request, service: ServiceDep
 ) -> Response:
-    """Translate a text or several, all in one batch, by as many beams as the model's generation_config.json says."""
+    """Translate one or several texts in one batch. The number of beams comes from the model's
+    generation_config.json."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, ENDPOINT)
     body.refuse_unsupported()
     if body.format not in (None, "", "text"):
         message = (
-            f"format must be text, got {shown(body.format)}: markup would be translated as if it were text. Send the "
-            "texts alone."
+            f"format must be text, got {shown(body.format)}: markup would be translated like text. Send plain text."
         )
         raise ApiError(400, message, param="format", code="unsupported_parameter")
     texts = [body.q] if isinstance(body.q, str) else body.q
@@ -99,7 +99,7 @@ def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> 
         if body.source != "auto":
             languages.id(body.source, "source")  # checked; the model finds out by itself
     elif body.source == "auto":
-        message = "source: languages are not detected, and this model must be told. Send a code of GET /languages."
+        message = "source: the model does not detect languages. Send a code from GET /languages."
         raise ApiError(400, message, param="source", code="unsupported_parameter")
     else:
         languages.id(body.source, "source")
@@ -113,8 +113,8 @@ def _completion(body: TranslateRequest, texts: list[str], service: Service) -> C
     most = min(service.settings.max_n, info.max_num_beams)
     if count > most:
         message = (
-            f"alternatives is {body.alternatives}, but at most {most - 1} are allowed (max_n and max_num_beams, less "
-            "one). Ask for fewer, or raise --max-n and --max-num-beams."
+            f"alternatives is {body.alternatives}, but at most {most - 1} are allowed (max_n and "
+            f"max_num_beams, minus one). Lower it, or raise --max-n and --max-num-beams."
         )
         raise ApiError(400, message, param="alternatives", code="invalid_value")
     how: dict[str, Any] = {}

@@ -60,4 +60,4 @@ class Tracing:
         last.start()
         last.join(seconds)
         if last.is_alive():
-            logger.warning("The collector of traces took too long: spans of the last requests are lost.")
+            logger.warning("The trace collector did not answer in time: spans of the last requests are lost.")

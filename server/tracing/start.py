@@ -24,9 +24,9 @@ def start_tracing(settings: ServerSettings, version: str) -> Tracing | None:
     except ImportError as problem:
         raise ConfigError(
             f"otlp_traces_endpoint ({settings.otlp_traces_endpoint}) needs packages that are not installed "
-            f"({problem.name}): pip install 'octavo[otel]', or leave --otlp-traces-endpoint out."
+            f"({problem.name}): pip install 'octavo[otel]', or remove --otlp-traces-endpoint."
         ) from problem
     try:
         return Tracing(settings.otlp_traces_endpoint, version)
     except ValueError as problem:
-        raise ConfigError(f"OpenTelemetry refuses one of its variables (OTEL_...): {problem}.") from problem
+        raise ConfigError(f"OpenTelemetry rejects one of its environment variables (OTEL_...): {problem}.") from problem

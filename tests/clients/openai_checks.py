@@ -158,7 +158,7 @@ def check_responses(client: openai.OpenAI) -> None:
             client.responses.create(**{**fields, **other})
         assert problem.value.param == param
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="no --response-store"):
+        with pytest.raises(openai.NotFoundError, match="--response-store is not set"):
             call(whole.id)
 
 

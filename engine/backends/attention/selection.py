@@ -40,11 +40,11 @@ def select(
         found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
         reasons = list(dict.fromkeys(found))
         if not reasons:
-            passed = f"; passed over: {'; '.join(refusals)}" if refusals else ""
-            logger.info("attention on %s: %s backend%s", device, backend.name, passed)
+            passed = f"; not usable: {'; '.join(refusals)}" if refusals else ""
+            logger.info("Attention backend on %s: %s%s", device, backend.name, passed)
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")
     raise ConfigError(
-        f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device` or "
-        "`kv_cache_dtype`"
+        f"no attention backend supports this model on {device}: {'; '.join(refusals)}. Change --device or "
+        f"--kv-cache-dtype"
     )

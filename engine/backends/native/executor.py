@@ -184,7 +184,7 @@ class NativeExecutor:
             if len(self.native) > first:
                 self._stages.append((first, len(self.native)))
         if missing:
-            logger.info("torch computes a part of these layers: %s", ", ".join(missing))
+            logger.info("Without kernels of their own, torch computes these parts: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features].

@@ -483,8 +483,8 @@ def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
                 matmul(packed, x)
             best[way] = min(best[way], time.perf_counter() - begun)
     tiles, vectors = (seconds * 1e6 for seconds in best)
-    message = "%s: %d rows take %.0f us by matrix tiles, %.0f us by vectors; the faster way is taken for many rows"
-    logger.info(message, bits, _TRIED_ROWS, tiles, vectors)
+    message = "%s: %d rows take %.0f us with matrix tiles and %.0f us with vectors; the faster way serves large batches"
+    logger.debug(message, bits, _TRIED_ROWS, tiles, vectors)
     return tiles < vectors
 
 

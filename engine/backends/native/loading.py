@@ -158,7 +158,7 @@ def _wanted_sets() -> list[str]:
     chosen = supported_sets()
     wanted = os.environ.get("OCTAVO_NATIVE_ISA", "").strip()
     if wanted and wanted not in chosen:
-        logger.warning("OCTAVO_NATIVE_ISA=%s is ignored: this machine has %s", wanted, ", ".join(chosen))
+        logger.warning("OCTAVO_NATIVE_ISA=%s is ignored: this machine supports %s", wanted, ", ".join(chosen))
     elif wanted:
         chosen = [wanted]
     return chosen
@@ -176,9 +176,9 @@ def _load() -> Library | None:
             logger.debug("no native library for %s", isa, exc_info=True)
             problem = problem or str(error).strip().splitlines()[0]
         else:
-            logger.info("native kernels for %s, threads: %d", isa, found.threads())
+            logger.info("Native kernels: %s, %d threads", isa, found.threads())
             return found
-    logger.warning("no native kernels, torch computes everything, which is slower: %s", problem)
+    logger.warning("No native kernels; torch computes everything, which is slower: %s", problem)
     return None
 
 
@@ -217,7 +217,7 @@ def _kept(isa: str, compiler: Compiler, target: Path, problem: str = "") -> Libr
     if not target.is_file():
         with _alone(target.parent / f"{isa}.lock"):
             if not target.is_file():  # no other process has made it meanwhile
-                _say_compiling(isa, problem, f"kept in {target.parent}, as long as that is not cleared")
+                _say_compiling(isa, problem, f"kept in {target.parent}, until it is cleared")
                 build(isa, compiler, target)
                 _tidy(target.parent)
     with contextlib.suppress(OSError):
@@ -227,10 +227,12 @@ def _kept(isa: str, compiler: Compiler, target: Path, problem: str = "") -> Libr
 
 def _say_compiling(isa: str, problem: str, instead: str) -> None:
     if problem:
-        message = "compiled kernels cannot be kept where they belong: %s. They are %s. Set XDG_CACHE_HOME to a folder "
+        message = (
+            "Compiled kernels cannot be kept in the usual folder: %s. They are %s. Set XDG_CACHE_HOME to a folder "
+        )
         logger.warning(message + "that only this user can write to.", problem, instead)
     how_often = "" if problem else ", once for this machine"
-    logger.info("compiling kernels for %s%s; on few cores this takes a minute or two", isa, how_often)
+    logger.info("Compiling kernels for %s%s; this takes a minute or two on few cores.", isa, how_often)
 
 
 def _tidy(folder: Path) -> None:

@@ -38,7 +38,7 @@ def _computes(index: int | None) -> bool:
     """Triton can start kernels on a GPU; a reason against it is logged."""
     found, fix = obstacle(index)
     if found and installed():  # where Triton is missing, the choice of attention's backend says so
-        logger.warning("%s: torch computes, slower. %s", found, fix)
+        logger.warning("%s: torch computes everything, which is slower. %s", found, fix)
     return not found
 
 

@@ -148,7 +148,7 @@ def find(config: Any) -> Family:
     """
     name = architecture(config)
     if not name:
-        raise UnsupportedModelError(f'config.json holds no "architectures". Name there what the model is. {_LIST}')
+        raise UnsupportedModelError(f'config.json has no "architectures". Add the name of its architecture. {_LIST}')
     family = _BY_ARCHITECTURE.get(name) or _BY_ARCHITECTURE.get(base_model(name) or "")
     if family is None:
         raise _unknown(config)
@@ -216,9 +216,7 @@ def describe(config: Any) -> ModelSpec:
             f"{error}). Correct config.json, or download the checkpoint again."
         ) from error
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError(
-            "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
-        )
+        raise UnsupportedModelError("The config sets is_causal to false, which is not implemented for decoders.")
     if model.decoder is not None and model.encoder is None:
         return _with_head_of(name, config, model, headless=name in family.headless)
     if entities is not None:
@@ -273,7 +271,7 @@ def build_spec(config: Any) -> ModelSpec:
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
             f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
-            "Use the checkpoint of the full model."
+            "Use the checkpoint of the complete model."
         )
     return model
 

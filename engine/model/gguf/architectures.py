@@ -72,23 +72,22 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
     parts = file.metadata.get("split.count", 0)
     if "imatrix" in (kind, metadata.architecture):
         raise UnsupportedModelError(
-            f"{file.path} holds an importance matrix (imatrix), which quantisers read, and no model. Name the model's "
-            "own file."
+            f"{file.path} is an importance matrix (imatrix), not a model. Choose the file of the model."
         )
     if kind != "model":
-        raise UnsupportedModelError(f"{file.path} holds no model: its general.type is {ascii(kind)[:80]}.")
+        raise UnsupportedModelError(f"{file.path} is not a model: its general.type is {ascii(kind)[:80]}.")
     if isinstance(parts, int) and parts > 1:
         raise UnsupportedModelError(
             f"{file.path} is one of {parts} files of a model. Join them: llama-gguf-split --merge FIRST WHOLE."
         )
     if not file.tensors:
         held = "a vocabulary and no weights" if "tokenizer.ggml.tokens" in file.metadata else "no tensors"
-        raise UnsupportedModelError(f"{file.path} holds {held}. Name the model's own file.")
+        raise UnsupportedModelError(f"{file.path} contains {held}. Choose the file of the model.")
     architecture = _ARCHITECTURES.get(metadata.architecture)
     if architecture is None:
         raise UnsupportedModelError(
-            f"{file.path} is of the architecture {metadata.architecture or '(none)'}, which is not read from GGUF "
-            f"files. Read are {', '.join(sorted(_ARCHITECTURES))}. Use the checkpoint in safetensors."
+            f"{file.path} has the architecture {metadata.architecture or '(none)'}, which is not supported as a GGUF "
+            f"file. Supported: {', '.join(sorted(_ARCHITECTURES))}. Use the checkpoint in safetensors."
         )
     if metadata.architecture == "llama" and file.metadata.get("llama.expert_count"):
         architecture = _MIXTRAL

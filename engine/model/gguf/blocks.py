@@ -76,7 +76,9 @@ def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.flo
     if format.plain is not None:
         return data.view(format.plain)
     if format.decode is None:
-        raise UnsupportedModelError(f"the format {format.name} is not read. Read are {', '.join(readable_formats())}.")
+        raise UnsupportedModelError(
+            f"the format {format.name} is not supported. Supported: {', '.join(readable_formats())}."
+        )
     blocks = data.view(-1, format.size)
     out = torch.empty(len(blocks), format.numbers, dtype=dtype)
     if format.name == "Q6_K" and native.available() and dtype == torch.float32:

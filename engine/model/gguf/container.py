@@ -74,7 +74,7 @@ def read_gguf(path: Path) -> Gguf:
     try:
         with path.open("rb") as file:
             if (magic := file.read(4)) != MAGIC:
-                raise ModelLoadError(f"{path} is no GGUF file: it begins with {magic!r}, not with {MAGIC!r}.")
+                raise ModelLoadError(f"{path} is not a GGUF file: it begins with {magic!r} instead of {MAGIC!r}.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).read()
     except PermissionError:
@@ -131,12 +131,12 @@ class _Reader:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in (1, *VERSIONS):
             raise UnsupportedModelError(
-                f"{self._path} is a big-endian GGUF file; only little-endian ones are read. Convert it with "
+                f"{self._path} is a big-endian GGUF file; only little-endian files are supported. Convert it with "
                 "llama.cpp's gguf_convert_endian.py."
             )
         raise UnsupportedModelError(
-            f"{self._path} is GGUF version {version}; versions {' and '.join(map(str, VERSIONS))} are read. "
-            "Convert it again with a newer llama.cpp, or download it again."
+            f"{self._path} is GGUF version {version}; versions {' and '.join(map(str, VERSIONS))} are supported. "
+            f"Convert it again with a newer llama.cpp, or download it again."
         )
 
     def _count(self, what: str, least: int, most: int) -> int:
@@ -205,7 +205,7 @@ class _Reader:
         format = find_format(kind)
         if format is None:
             raise UnsupportedModelError(
-                f"{self._path}: the tensor {_shown(name)} is stored in the format {kind}, which is not known."
+                f"{self._path}: the tensor {_shown(name)} is stored in the unknown format {kind}."
             )
         if not all(sizes) or math.prod(sizes) > self._size * format.numbers:  # Python's integers have no limit
             self._fail(f"the tensor {_shown(name)} has the sizes {sizes}, more than the file holds, or none")

@@ -29,8 +29,8 @@ def single_file(folder: Path) -> Path | None:
         whole = [file for file in found if PART.search(file.stem) is None]
         if not whole:
             raise ModelLoadError(
-                f"{folder} holds a model in parts ({names}), which is read as one file. Join them: llama-gguf-split "
+                f"{folder} contains a model in parts ({names}). Join them to one file: llama-gguf-split "
                 f"--merge {found[0]} WHOLE."
             )
-        raise ModelLoadError(f"{folder} holds {len(found)} GGUF files ({names}): name one of them, such as {whole[0]}.")
+        raise ModelLoadError(f"{folder} contains {len(found)} GGUF files ({names}). Choose one, such as {whole[0]}.")
     return found[0]

@@ -65,7 +65,7 @@ def stand_in(path: Path) -> Path:
             problem = error
     raise ModelLoadError(
         f"The config and the tokenizer of {path} cannot be written to this user's cache ({problem}). Set "
-        "XDG_CACHE_HOME to a folder that can be written to."
+        f"XDG_CACHE_HOME to a writable folder."
     )
 
 

@@ -37,12 +37,12 @@ def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
         return None
     if parts := next((part[1] for name in found if (part := PART.search(_stem(name)))), None):
         raise ModelLoadError(
-            f"{repository} holds {found[0]} as {int(parts)} files. Download them, and join them first: "
+            f"{repository} contains {found[0]} in {int(parts)} parts. Download and join them first: "
             "llama-gguf-split --merge FIRST WHOLE."
         )
     if len(found) > 1:
         raise ModelLoadError(
-            f"{wanted} may be several files of {repository}: {_some(found)}. Name one: {repository}/{found[0]}"
+            f"{wanted} matches several files of {repository}: {_some(found)}. Choose one: {repository}/{found[0]}"
         )
     return found[0]
 

@@ -116,6 +116,6 @@ def check_readable(path: Path, info: TensorInfo) -> None:
     """
     if info.format.plain is None and info.format.decode is None:
         raise UnsupportedModelError(
-            f"{path}: the tensor {info.name} is stored as {info.format.name}, which is not read. Read are "
+            f"{path}: the tensor {info.name} is stored as {info.format.name}, which is not supported. Supported: "
             f"{', '.join(readable_formats())}. Use a file in one of these formats, such as Q4_K_M or Q8_0."
         )

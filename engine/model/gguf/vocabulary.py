@@ -72,7 +72,7 @@ def tokenizer_files(file: Gguf) -> dict[str, Any]:
     elif kind == "llama":
         made = _by_scores(file, tokens)
     else:
-        raise _unsupported(file, f"its tokenizer.ggml.model is {ascii(kind)[:80]}, and gpt2 and llama are known")
+        raise _unsupported(file, f"its tokenizer.ggml.model is {ascii(kind)[:80]}; gpt2 and llama are supported")
     ids = special_ids(file)
     words = {f"{role}_token": tokens[ids[role]] for role in _TEXT_ROLES if role in ids}
     settings: dict[str, Any] = {

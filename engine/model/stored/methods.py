@@ -50,8 +50,8 @@ def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
     make = _METHODS.get(str(getattr(method, "value", method)))
     if make is None:
         raise UnsupportedModelError(
-            f"The weights are quantised by {method or 'a method that config.json does not name'}, which is not read of "
-            "this family. "
-            f"Known: {', '.join(sorted(_METHODS))}. Use one of these, or the checkpoint in a 16-bit format or float32."
+            f"The weights are quantized with {method or 'a method that config.json does not name'}, which is not "
+            f"supported for this family. Supported: {', '.join(sorted(_METHODS))}. Use one of these, or an "
+            f"unquantized checkpoint."
         )
     return make(values)

@@ -28,10 +28,12 @@ def read_template(given: str) -> str:
     if not path.is_file():
         near = difflib.get_close_matches(given.lower(), NAMES, n=1)
         advice = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"chat_template must be a file or one of {', '.join(NAMES)}; there is no {given!r}.{advice}")
+        raise ConfigError(f"chat_template must be a file or one of {', '.join(NAMES)}, got {given!r}.{advice}")
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"chat_template: {path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are read.")
+            raise ConfigError(
+                f"chat_template: {path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are allowed."
+            )
         return _checked(path.read_text(encoding="utf-8"), f"chat_template: {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {path} cannot be read: {error}.") from error
@@ -46,5 +48,5 @@ def _checked(template: str, name: str) -> str:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
     except TemplateSyntaxError as error:
-        raise ConfigError(f"{name} is no Jinja template: line {error.lineno}: {error.message}.") from error
+        raise ConfigError(f"{name} is not a valid Jinja template: line {error.lineno}: {error.message}.") from error
     return template

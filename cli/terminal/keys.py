@@ -1,0 +1,27 @@
+"""Keys that are typed while a command is busy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from cli.terminal.ending import set_terminal, terminal_settings
+
+
+@contextlib.contextmanager
+def keys_kept() -> Iterator[None]:
+    """Within the block, keys are not echoed; whoever reads the terminal next gets them. Ctrl-C works, and discards
+    them."""
+    settings = terminal_settings()
+    if settings is None:
+        yield
+        return
+    import termios
+
+    quiet = list(settings)
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    set_terminal(quiet)
+    try:
+        yield
+    finally:
+        set_terminal(settings)
