@@ -53,6 +53,7 @@ from server.routes import (
     entities,
     fill_mask,
     generate,
+    infill,
     live,
     messages,
     models,
@@ -214,6 +215,7 @@ def create_app(
         messages,
         decisions,
         generate,
+        infill,
         embeddings,
         cohere,
         text_embeddings,
@@ -263,7 +265,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
-        "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
+        "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
         "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
@@ -279,6 +281,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (messages, commons.generating),
         (decisions, commons.generating),
         (generate, commons.generating),
+        (infill, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

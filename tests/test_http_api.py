@@ -802,9 +802,10 @@ def test_documentation() -> None:
     }  # fmt: skip
     others = {path for path in document["paths"] if not path.startswith(("/v1/", "/health"))}
     others -= {"/version", "/metrics", "/load", "/server_info", "/tokenizer_info"}
-    assert others == {"/pooling", "/tokenize", "/detokenize", "/translate", "/languages"}, (
-        "pages for people are no part of it"
-    )
+    assert others == {
+        "/pooling", "/tokenize", "/detokenize", "/translate", "/languages", "/inference/v1/generate", "/infill",
+        "/apply-template",
+    }, "pages for people are no part of it"  # fmt: skip
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"} <= set(fields)  # no fields of HTTP
     assert fields["top_p"]["description"].startswith("keep the smallest set")

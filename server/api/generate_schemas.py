@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from server.api.schemas import IDS_SCHEMA, GenerationBody, Name, ServedBody, StreamOptions, Usage
+from server.api.fields import Name
+from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
 
 
 class GenerateRequest(ServedBody):
@@ -17,7 +18,7 @@ class GenerateRequest(ServedBody):
         description="The prompt."
     )
     sampling_params: GenerationBody = Field(
-        default_factory=GenerationBody, description="The fields of /v1/completions that say how to sample."
+        default_factory=lambda: GenerationBody(), description="The fields of /v1/completions that say how to sample."
     )
     model: str | None = Field(None, description="The served model's id; may be left out.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")

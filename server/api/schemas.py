@@ -121,6 +121,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name tokens among log-probabilities by their ids, token_id:42, since texts may be alike."
     )
+    timings: bool | None = Field(None, description="llama.cpp's times with the end of the answer.")
+    timings_per_token: bool | None = Field(None, description="The same with every event of a stream.")
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -157,7 +159,7 @@ class CompletionRequest(GenerationBody):
         description="Begin each answer with its prompt. With max_tokens 0 there is nothing after it: with logprobs, "
         "the way to score a text.",
     )
-    suffix: Name | None = Field(None, description="Not supported.")
+    suffix: str | None = Field(None, description="Models that fill in the middle: the text after the answer.")
     add_special_tokens: bool | None = Field(
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )
@@ -175,6 +177,20 @@ class PromptTokensDetails(BaseModel):
     """Part of `Usage`."""
 
     cached_tokens: int = 0
+
+
+class Timings(BaseModel):
+    """llama.cpp's times: tokens found cached, read (`prompt`) and written (`predicted`), with milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 class CompletionTokensDetails(BaseModel):
@@ -253,6 +269,7 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str | None = None
     usage: Usage | None = None
     beams: LiveBeams | None = None
+    timings: Timings | None = None
 
 
 class TokenizeRequest(TemplateFields, Body):
