@@ -18,7 +18,8 @@ class GenerateRequest(ServedBody):
         description="The prompt."
     )
     sampling_params: GenerationBody = Field(
-        default_factory=lambda: GenerationBody.model_validate({}), description="The fields of /v1/completions that say how to sample."
+        default_factory=lambda: GenerationBody.model_validate({}),
+        description="The fields of /v1/completions that say how to sample.",
     )
     model: str | None = Field(None, description="The served model's id; may be left out.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
