@@ -54,6 +54,7 @@ from server.routes import (
     entities,
     fill_mask,
     generate,
+    infill,
     live,
     messages,
     models,
@@ -215,6 +216,7 @@ def create_app(
         messages,
         decisions,
         generate,
+        infill,
         embeddings,
         cohere,
         text_embeddings,
@@ -275,7 +277,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
-        "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
+        "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
         "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
@@ -291,6 +293,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (messages, commons.generating),
         (decisions, commons.generating),
         (generate, commons.generating),
+        (infill, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

@@ -164,7 +164,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
         "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
-        "allowed_token_ids": [8, 9, 8],
+        "allowed_token_ids": [8, 9, 8], "logprob_token_ids": [9, 3],
     }  # fmt: skip
     others = {"structured_outputs", "constraint", "timestamps"}  # elsewhere over HTTP
     others |= {"bad_words", "truncate_prompt_tokens", "detokenize"}  # these end before the engine
@@ -802,9 +802,10 @@ def test_documentation() -> None:
     }  # fmt: skip
     others = {path for path in document["paths"] if not path.startswith(("/v1/", "/health"))}
     others -= {"/version", "/metrics", "/load", "/server_info", "/tokenizer_info"}
-    assert others == {"/pooling", "/tokenize", "/detokenize", "/translate", "/languages"}, (
-        "pages for people are no part of it"
-    )
+    assert others == {
+        "/pooling", "/tokenize", "/detokenize", "/translate", "/languages", "/inference/v1/generate", "/infill",
+        "/apply-template",
+    }, "pages for people are no part of it"  # fmt: skip
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"} <= set(fields)  # no fields of HTTP
     assert fields["top_p"]["description"].startswith("keep the smallest set")

@@ -280,7 +280,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
         "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
-        "allowed_token_ids": [8, 9, 8],
+        "allowed_token_ids": [8, 9, 8], "logprob_token_ids": [9, 3],
     }  # fmt: skip
     # `bad_words` become ids, and prompts are cut, before the engine is asked.
     elsewhere = {"structured_outputs", "constraint", "timestamps", "bad_words", "truncate_prompt_tokens", "detokenize"}

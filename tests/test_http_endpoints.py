@@ -44,6 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]},
     "/v1/systemone": {"state": "a", "questions": {"b": {"type": "noul"}}},
     "/inference/v1/generate": {"token_ids": [1]},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},

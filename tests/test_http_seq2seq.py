@@ -333,7 +333,7 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
         ({"prompt": ""}, None, ""),
         ({"max_tokens": 96}, "max_tokens", "max_tokens is 96, and the decoder's beginning takes 1, together 97"),
         ({"echo": True}, "echo", "decoder_prompt, with prompt_logprobs"),
-        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"suffix": "x"}, "suffix", "cannot fill in the middle"),
     ],
 )
 def test_what_is_refused(mbart: Api, fields: dict[str, Any], param: str | None, words: str) -> None:

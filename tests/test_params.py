@@ -93,6 +93,8 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("stop_token_ids", "12", ("a list", "'12'")),
     ("suppress_tokens", [0.5], ("token ids", "0.5")),
     ("begin_suppress_tokens", [-7], ("at least 0", "-7")),
+    ("logprob_token_ids", [-1], ("at least 0", "-1")),
+    ("logprob_token_ids", [1] * 129, ("at most 128", "129")),
     ("allowed_token_ids", [], ("at least one",)),
     ("allowed_token_ids", [-1], ("at least 0", "-1")),
     ("allowed_token_ids", 5, ("a list", "5")),

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -25,6 +25,7 @@ from server.answering.prompt import Prompt, Room, Truncation, check_length, chec
 from server.answering.size import AnswerSize
 from server.answering.streaming import ClientGoneError, EventStream, KeepAlive, Wanted, failure
 from server.answering.terms import Terms, read_terms
+from server.answering.timings import timings_of
 from server.api.fields import IGNORED_HEADER, ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
@@ -140,6 +141,13 @@ class Run(ABC, Generic[Piece, Choice]):
     @abstractmethod
     def events(self, maker: PieceMaker[Piece]) -> Events[Piece]:
         """What writes the events of a streamed one."""
+
+    def timed(self, pieces: Sequence[Any]) -> dict[str, Any]:
+        """The field `timings` of what says these pieces or choices, if the request asks for it."""
+        wanted = self.shape.timings
+        if wanted is None or not (wanted == "each" or any(piece.finish_reason for piece in pieces)):
+            return {}
+        return {"timings": timings_of(self.record)}
 
     def ignored_fields(self) -> list[str]:
         """Names of fields of the request that might have been meant to change the answer."""

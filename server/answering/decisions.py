@@ -23,7 +23,8 @@ from server.answering.completion import CompletionPieces, join
 from server.answering.events import Events
 from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.pieces import PieceMaker, Shape
-from server.answering.prompt import Prompt, Room, encode_fitting
+from server.answering.prompt import Prompt, Room
+from server.answering.remembered import RememberedTokens
 from server.answering.rendering import Rendering
 from server.api.schemas import CompletionChoice, CompletionRequest, ServedBody, Usage
 from server.errors import ApiError
@@ -144,12 +145,9 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
         self.ids = label_ids(tokenizer, f".{after}", labels)
         params = replace(self.shape.params, logprob_token_ids=[*self.ids.values()])
         self.shape = replace(self.shape, params=params)
-
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
-
+        remembered = RememberedTokens(tokenizer)
         texts = [f"{before}{question.text}{after}" for question in self.questions]
-        return [Prompt(encode_fitting(encode, text, room), text) for text in texts]
+        return [Prompt(remembered.encode(text, room, None), text) for text in texts]
 
     def maker(self, prompts: list[Prompt]) -> CompletionPieces:
         return CompletionPieces(prompts, self.shape, self.service.tokenizer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from engine import EngineInfo, Task
 from engine.pooled import comparison_of, is_cross_encoder
 from engine.text.processor import Tokenizer
+from server.answering.infilling import Infilling
 from server.answering.sound import find_log_mel
 from server.context import Service
 from server.errors import ApiError
@@ -41,6 +42,14 @@ def _generate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if (reason := _completions(info, tokenizer)) is not None:
         return reason
     return None if info.max_encoder_len is None else "it is an encoder-decoder model; send /v1/completions"
+
+
+def _infill(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := _generate(info, tokenizer)) is not None:
+        return reason
+    return (
+        None if Infilling.of(tokenizer) is not None else "its tokenizer has no tokens to fill in the middle of a text"
+    )
 
 
 def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -127,6 +136,7 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/decisions": _chat,
     "/v1/systemone": _chat,
     "/inference/v1/generate": _generate,
+    "/infill": _infill,
     "/v1/responses": _chat,
     "/v1/messages": _chat,
     "/v1/embeddings": _embeddings,

@@ -62,7 +62,7 @@ class ParsedChatPieces(ChatPieces):
 
     @property
     def _is_plain(self) -> bool:
-        return self.shape.logprobs is None and not self.shape.return_token_ids
+        return self.shape.text_only
 
     def _read(self, choice: ChoiceText, index: int) -> list[Part]:
         read = self._choices_read.get(index)

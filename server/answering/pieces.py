@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -28,7 +28,8 @@ Choice = TypeVar("Choice", bound=BaseModel)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown, and with
-    `tokens_as_ids` tokens are named by their ids among log-probabilities."""
+    `tokens_as_ids` tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or
+    with each event of a stream, too."""
 
     params: SamplingParams
     n: int
@@ -38,6 +39,12 @@ class Shape:
     prompt_only: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    timings: Literal["end", "each"] | None = None
+
+    @property
+    def text_only(self) -> bool:
+        """Most of a stream's news may be plain text."""
+        return self.logprobs is None and not self.return_token_ids and self.timings != "each"
 
 
 @dataclass(slots=True)
@@ -78,9 +85,8 @@ class PieceMaker(ABC, Generic[Piece]):
     def news(self, update: Update) -> list[Piece | PlainText]:
         """The same, except that plain text is not made into pieces."""
         made: list[Piece | PlainText] = []
-        text_only = self.shape.logprobs is None and not self.shape.return_token_ids
         for choice, index, first in self._choices(update):
-            if first or choice.finish_reason is not None or not text_only:
+            if first or choice.finish_reason is not None or not self.shape.text_only:
                 made += self.make(update, choice, index, first)
             elif choice.text:
                 made.append(PlainText(index, choice.text))

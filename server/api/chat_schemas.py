@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from engine import MAX_LOGPROBS, SamplingParams
 from server.api.fields import at_most
-from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
+from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Timings, Usage
 from server.api.template_fields import FUNCTION_NAME, ReasoningBudget, TemplateFields, ToolChoice
 
 MAX_CALLS = 128  # of functions in one message
@@ -186,6 +186,7 @@ class ChatCompletionResponse(BaseModel):
     usage: Usage | None = None
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    timings: Timings | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -240,3 +241,4 @@ class ChatCompletionChunk(BaseModel):
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
     prompt_token_ids: list[int] | None = None
     beams: LiveBeams | None = None
+    timings: Timings | None = None

@@ -73,7 +73,7 @@ def _item(item: Any) -> str:
     if kind in ("function_call_output", "custom_tool_call_output"):
         return f"output: {_parts(item.get('output'))}"
     message = f"must hold messages of role {', '.join(_ROLES)}, calls and outputs"
-    raise PydanticCustomError("item", message)  # type: ignore[arg-type]
+    raise PydanticCustomError("item", message)
 
 
 def _check_input(value: Any) -> str:

@@ -254,3 +254,9 @@ GENERATE: dict[str, Any] = {
         "value": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0}},
     },
 }
+INFILL: dict[str, Any] = {
+    "simple": {
+        "summary": "The body of a function",
+        "value": {"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n\nprint(add(1, 2))\n", "n_predict": 16},
+    },
+}

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from server.api.schemas import IDS_SCHEMA, GenerationBody, Name, ServedBody, StreamOptions, Usage
+from server.api.fields import Name
+from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
 
 
 class GenerateRequest(ServedBody):
@@ -17,7 +18,8 @@ class GenerateRequest(ServedBody):
         description="The prompt."
     )
     sampling_params: GenerationBody = Field(
-        default_factory=GenerationBody, description="Sampling fields, as in /v1/completions."
+        default_factory=lambda: GenerationBody.model_validate({}),
+        description="Sampling fields, as in /v1/completions.",
     )
     model: str | None = Field(None, description="Id of the served model. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")

@@ -57,6 +57,7 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
         prompt_only=prompt_only,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        timings="each" if body.timings_per_token else "end" if body.timings else None,
     )
 
 

@@ -128,6 +128,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
         description="Write tokens in log-probabilities as ids (token_id:42), because different tokens may have the "
         "same text.",
     )
+    timings: bool | None = Field(None, description="llama.cpp's times with the end of the answer.")
+    timings_per_token: bool | None = Field(None, description="The same with every event of a stream.")
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -163,7 +165,7 @@ class CompletionRequest(GenerationBody):
         None,
         description="Begin each answer with its prompt. Use it with max_tokens 0 and logprobs to score a text.",
     )
-    suffix: Name | None = Field(None, description="Not supported.")
+    suffix: str | None = Field(None, description="For fill-in-the-middle models: the text after the answer.")
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
     decoder_prompt: DecoderPrompt | None = Field(
         None, description="For encoder-decoder models: the beginning of the answer."
@@ -184,6 +186,20 @@ class PromptTokensDetails(BaseModel):
     """Part of `Usage`."""
 
     cached_tokens: int = 0
+
+
+class Timings(BaseModel):
+    """llama.cpp's times: tokens found cached, read (`prompt`) and written (`predicted`), with milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 class CompletionTokensDetails(BaseModel):
@@ -261,6 +277,7 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str | None = None
     usage: Usage | None = None
     beams: LiveBeams | None = None
+    timings: Timings | None = None
 
 
 class TokenizeRequest(TemplateFields, Body):

@@ -69,6 +69,7 @@ class ChatRun(ConversationRun[ChatChoice]):
             usage=usage,
             prompt_logprobs=self.told.prompt_logprobs,
             prompt_token_ids=self.told.prompt_token_ids,
+            **self.timed(choices),
         )
 
     def events(self, maker: PieceMaker[ChatPiece]) -> Chunks[ChatPiece]:
@@ -83,5 +84,6 @@ class ChatRun(ConversationRun[ChatChoice]):
             choices=pieces,
             system_fingerprint=self.service.fingerprint,
             **extra,
+            **self.timed(pieces),
             **(pieces[0].prompt.model_dump(exclude_unset=True) if pieces else {}),
         )

@@ -14,6 +14,7 @@ from server.answering.completion import CompletionPieces, join
 from server.answering.endpoints import require
 from server.answering.events import Chunks, Extra
 from server.answering.generation import BYTES_PER_LOGPROB
+from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
 from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
@@ -48,15 +49,16 @@ async def create_completion(
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/completions")
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported. Remove it.", param="suffix", code="unsupported_parameter")
+    infilling = Infilling.need(service, "suffix") if body.suffix else None
     if body.echo:
         refuse_echo(service)
     shape = shape_of(body, service, echo=bool(body.echo))
     decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
     if decoder is not None:
         shape = replace(shape, params=decoder.force(shape.params))
-    return await CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
+    if infilling is not None:
+        shape = replace(shape, params=infilling.ending(shape.params))
+    return await CompletionRun(service, body, shape, arrival, decoder=decoder, infilling=infilling).respond(request)
 
 
 @dataclass(slots=True)
@@ -67,15 +69,20 @@ class CompletionRun(Run[CompletionChoice, CompletionChoice]):
     bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
     decoder: Decoder | None = field(kw_only=True)
+    infilling: Infilling | None = field(default=None, kw_only=True)
 
     def size(self) -> tuple[int, int]:
         given, info = self.body.prompt, self.service.client.info
         tokens = estimate_size(given, Room.of_prompt(info).tokens)
+        if self.infilling is not None:
+            tokens += len(given) * estimate_size([self.body.suffix or ""], info.max_model_len)
         if self.decoder is not None and self.decoder.prompt is not None:
             tokens += len(given) * estimate_size([self.decoder.prompt], info.max_model_len)
         return len(given), tokens
 
     async def prompts(self) -> list[Prompt]:
+        if self.infilling is not None:
+            return [await self._around(self.infilling, prompt) for prompt in self.body.prompt]
         special = self.body.add_special_tokens is not False
         decoder = self.decoder
         source = None if decoder is None else decoder.marked
@@ -92,6 +99,12 @@ class CompletionRun(Run[CompletionChoice, CompletionChoice]):
             return prompts
         begin = await decoder.tokens(self.service, self.shape.params)
         return [replace(prompt, decoder_ids=begin) for prompt in prompts]
+
+    async def _around(self, infilling: Infilling, prompt: str | list[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            raise ApiError(400, "suffix goes with prompts that are texts.", param="suffix", code="invalid_value")
+        room = Room.of_prompt(self.service.client.info, "prompt")
+        return await infilling.prompt_in_thread(prompt, self.body.suffix or "", room)
 
     def maker(self, prompts: list[Prompt]) -> CompletionPieces:
         return CompletionPieces(prompts, self.shape, self.service.tokenizer)
@@ -114,4 +127,5 @@ class CompletionRun(Run[CompletionChoice, CompletionChoice]):
             choices=pieces,
             system_fingerprint=self.service.fingerprint,
             **extra,
+            **self.timed(pieces),
         )

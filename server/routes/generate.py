@@ -21,6 +21,7 @@ from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
 from server.answering.size import AnswerSize
+from server.answering.terms import read_terms
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
 from server.api.fields import ignored_header
@@ -48,6 +49,7 @@ rendering = APIRouter(route_class=StrictJsonRoute)
 @rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Render prompts to token ids")
 async def render_completion(
     body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
+    request: Request,
     response: Response,
     service: ServiceDep,
 ) -> list[RenderedRequest]:
@@ -55,26 +57,30 @@ async def render_completion(
     service.check_model(body.model)
     require(service, "/inference/v1/generate")
     run = CompletionRun(service, body, shape_of(body, service), time.monotonic(), decoder=None)
-    return await _rendered(run, "cmpl-", response)
+    return await _rendered(run, "cmpl-", request, response)
 
 
 @rendering.post("/v1/chat/completions/render", responses=ERROR_RESPONSES, summary="Render messages to token ids")
 async def render_chat(
     body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)],
+    request: Request,
     response: Response,
     service: ServiceDep,
 ) -> RenderedRequest:
     """Return a request body for /inference/v1/generate."""
     service.check_model(body.model)
     require(service, "/v1/chat/completions")
-    (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", response)
+    (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", request, response)
     return made
 
 
-async def _rendered(run: CompletionRun | ChatRun, prefix: str, response: Response) -> list[RenderedRequest]:
+async def _rendered(
+    run: CompletionRun | ChatRun, prefix: str, request: Request, response: Response
+) -> list[RenderedRequest]:
     body, service = run.body, run.service
+    run.terms = read_terms(body, request, service.settings, run.arrival)
     response.headers.update(ignored_header(run.ignored_fields()))
-    with await service.tokenizing.admit(*run.size()):
+    with await service.tokenizing.admit(*run.size(), run.terms.tenant, run.terms.deadline):
         prompts = await run.prompts()
     params, base = _given(run.shape.params), f"{prefix}{uuid.uuid4().hex}"
     options = body.stream_options

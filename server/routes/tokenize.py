@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
+from server.answering.endpoints import require
 from server.answering.messages import estimate_messages, read_messages
 from server.answering.prompt import MAX_TOKENIZED, Room, check_token_ids, encode_fitting
 from server.answering.rendering import read_rendering
@@ -17,6 +18,7 @@ from server.answering.seq2seq import read_decoder, refuse_chat
 from server.answering.tools import read_tools
 from server.api import examples
 from server.api.fields import ignored_header
+from server.api.infill_schemas import ApplyTemplateRequest, ApplyTemplateResponse
 from server.api.pooling_schemas import either
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import (
@@ -97,6 +99,21 @@ async def tokenize(
     if body.return_token_strs:
         names = await asyncio.to_thread(lambda: [tokenizer.written(token) for token in tokens])
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
+
+
+@router.post("/apply-template", responses=ERROR_RESPONSES, summary="Apply the chat template")
+async def apply_template(
+    body: Annotated[ApplyTemplateRequest, Body(openapi_examples=examples.CHAT)], response: Response, service: ServiceDep
+) -> ApplyTemplateResponse:
+    """Render messages with the chat template, as in llama.cpp."""
+    service.check_model(body.model)
+    require(service, "/v1/chat/completions")
+    response.headers.update(ignored_header(body.ignored_fields()))
+    messages, tools = read_messages(body.messages), read_tools(body.tools)
+    rendering = read_rendering(body, tools)
+    with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
+        prompt = await service.render(messages, _Countable.of(service, "messages"), rendering)
+    return ApplyTemplateResponse(prompt=prompt.text or "")
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, summary="Detokenize token ids")

@@ -1,0 +1,117 @@
+"""Text between two others, for models that were trained to fill in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine import SamplingParams
+from engine.text.processor import Tokenizer
+from server.answering.prompt import Prompt, Room, encode_fitting
+from server.context import Service
+from server.errors import ApiError
+
+# What vocabularies call the tokens before the prefix, the suffix and the middle.
+_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|fim▁begin|>", "<|fim▁hole|>", "<|fim▁end|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+_FILES = ("<|file_sep|>", "<file_sep>")
+# Besides the end of a text: tokens with which a model ends what it fills in.
+_ENDS = (
+    *_FILES,
+    "<|fim_pad|>",
+    "<fim_pad>",
+    "<|repo_name|>",
+    "<repo_name>",
+    "<reponame>",
+    "▁<EOT>",
+    "<EOT>",
+    "<|cursor|>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Infilling:
+    """How a model is asked to fill in the middle.
+
+    Attributes:
+        prefix, suffix, middle: the tokens that open these parts.
+        file: opens another file; None if there is none.
+        ends: tokens that end the middle.
+    """
+
+    tokenizer: Tokenizer
+    prefix: int
+    suffix: int
+    middle: int
+    file: int | None
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None) -> Infilling | None:
+        """That of a model with this tokenizer; None if it has no such tokens."""
+        if tokenizer is None:
+            return None
+        for names in _TOKENS:
+            prefix, suffix, middle = map(tokenizer.token_id, names)
+            if prefix is not None and suffix is not None and middle is not None:
+                files, ends = (
+                    [found for found in map(tokenizer.token_id, some) if found is not None] for some in (_FILES, _ENDS)
+                )
+                return cls(tokenizer, prefix, suffix, middle, next(iter(files), None), tuple(ends))
+        return None
+
+    @classmethod
+    def need(cls, service: Service, param: str) -> Infilling:
+        """That of the served model.
+
+        Raises:
+            ApiError: it has no such tokens.
+        """
+        found = cls.of(service.tokenizer)
+        if found is None:
+            message = (
+                f"{service.model_id} cannot fill in the middle of a text: its tokenizer has no tokens for that, such "
+                f"as {_TOKENS[0][0]}. Leave {param} out."
+            )
+            raise ApiError(400, message, param=param, code="unsupported_parameter")
+        return found
+
+    def ending(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of an answer that ends where the middle does."""
+        return replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *self.ends])
+
+    async def prompt_in_thread(
+        self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()
+    ) -> Prompt:
+        """`prompt`, without making others wait."""
+        return await asyncio.to_thread(self.prompt, before, after, room, others)
+
+    def prompt(self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()) -> Prompt:
+        """The prompt whose answer stands between two texts.
+
+        Args:
+            others: further files, by their names.
+
+        Raises:
+            ApiError: a text is too long.
+        """
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        opening = [token for token in self.tokenizer.encode("") if token != self.tokenizer.eos_token_id]
+        ids = opening
+        for name, text in others:
+            head = f"{name}\n" if self.file is not None else f"\n\n--- {name} ---\n\n"
+            ids += [*(() if self.file is None else (self.file,)), *encode_fitting(encode, f"{head}{text}\n", room)]
+        ids += [self.prefix, *encode_fitting(encode, before, room)]
+        ids += [self.suffix, *encode_fitting(encode, after, room), self.middle]
+        return Prompt(ids)

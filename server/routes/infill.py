@@ -1,0 +1,147 @@
+"""POST /infill, in llama.cpp's shape, for models that fill in the middle of a text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel
+
+from engine import chat_max_tokens
+from server.admission import estimate_tokens
+from server.answering.answer import Run
+from server.answering.completion import CompletionPieces, join
+from server.answering.endpoints import require
+from server.answering.events import Events
+from server.answering.generation import BYTES_PER_LOGPROB, Update
+from server.answering.infilling import Infilling
+from server.answering.pieces import PieceMaker
+from server.answering.prompt import Prompt, Room
+from server.answering.size import AnswerSize
+from server.answering.streaming import sse
+from server.answering.timings import timings_of
+from server.api import examples
+from server.api.infill_schemas import InfillRequest, InfillResponse
+from server.api.parameters import shape_of
+from server.api.reading import StrictJsonRoute
+from server.api.schemas import CompletionChoice, Usage
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post(
+    "/infill",
+    response_model=InfillResponse,
+    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    summary="Fill in the middle of a text",
+)
+async def infill(
+    body: Annotated[InfillRequest, Body(openapi_examples=examples.INFILL)], request: Request, service: ServiceDep
+) -> Response:
+    """The text between a prefix and a suffix, at once or as a stream."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/infill")
+    infilling = Infilling.need(service, "input_prefix")
+    if body.n_predict is not None and body.n_predict != -1:
+        if body.n_predict == 0:
+            message = "n_predict must be -1 or at least 1, got 0."
+            raise ApiError(400, message, param="n_predict", code="invalid_value")
+        body = body.model_copy(update={"max_tokens": body.n_predict})
+    shape = shape_of(body, service)
+    if shape.params.n > 1:
+        raise ApiError(400, "n must be 1: /infill gives one text.", param="n", code="invalid_value")
+    params = infilling.ending(shape.params)
+    run = _InfillRun(service, body, replace(shape, params=params, return_token_ids=True), arrival, infilling=infilling)
+    return await run.respond(request)
+
+
+@dataclass(slots=True)
+class _InfillRun(Run[CompletionChoice, CompletionChoice]):
+    id_prefix = "infill-"
+    bytes_per_logprob = BYTES_PER_LOGPROB
+    body: InfillRequest
+    infilling: Infilling = field(kw_only=True)
+
+    def size(self) -> tuple[int, int]:
+        body = self.body
+        texts = [
+            body.input_prefix,
+            body.prompt or "",
+            body.input_suffix,
+            *(file.text for file in body.input_extra or ()),
+        ]
+        return 1, min(sum(map(estimate_tokens, texts)), self.service.client.info.max_model_len)
+
+    async def prompts(self) -> list[Prompt]:
+        body, info = self.body, self.service.client.info
+        room = Room.of_prompt(info, "input_prefix")
+        files = [(file.filename, file.text) for file in body.input_extra or ()]
+        prompt = await self.infilling.prompt_in_thread(
+            body.input_prefix + (body.prompt or ""), body.input_suffix, room, files
+        )
+        params = self.shape.params
+        if params.max_tokens is None:
+            limit = chat_max_tokens(params, info, len(prompt.token_ids))
+            if limit is not None and self.keeps_answer:
+                size = AnswerSize(self.shape, self.bytes_per_logprob, info)
+                limit = min(limit, size.most_tokens(self.service.settings))
+            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
+        return [prompt]
+
+    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
+        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
+
+    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
+        return join(pieces)
+
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
+        (choice,) = choices
+        return self.last(choice, choice.text, choice.token_ids or [], usage)
+
+    def last(self, choice: CompletionChoice, text: str, tokens: list[int], usage: Usage) -> InfillResponse:
+        """The whole answer, or a stream's last event."""
+        word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
+        kind = "limit" if choice.finish_reason == "length" else "word" if word else "eos"
+        return InfillResponse(
+            index=0,
+            content=text,
+            tokens=tokens,
+            stop=True,
+            model=self.service.model_id,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            tokens_cached=usage.prompt_tokens_details.cached_tokens,
+            truncated=False,
+            stop_type=kind if choice.finish_reason in ("stop", "length") else "none",
+            stopping_word=word,
+            timings=timings_of(self.record),
+        )
+
+    def events(self, maker: PieceMaker[CompletionChoice]) -> Events[CompletionChoice]:
+        return _InfillEvents(maker, self)
+
+    def public_name(self, param: str | None) -> str | None:
+        return "n_predict" if param == "max_tokens" and self.body.n_predict is not None else param
+
+
+class _InfillEvents(Events[CompletionChoice]):
+    def __init__(self, maker: PieceMaker[CompletionChoice], run: _InfillRun):
+        super().__init__(maker)
+        self._run, self._end = run, CompletionChoice(index=0, text="")
+
+    def news(self, updates: Sequence[Update]) -> str:
+        written = []
+        for piece in (piece for update in updates for piece in self.maker.pieces(update)):
+            made = InfillResponse(index=0, content=piece.text, tokens=piece.token_ids or [], stop=False)
+            written.append(sse(made.model_dump_json(exclude_unset=True)))
+            self._end = piece
+        return "".join(written)
+
+    def closing(self) -> str:
+        return sse(self._run.last(self._end, "", [], self.maker.usage()).model_dump_json())
