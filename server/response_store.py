@@ -145,6 +145,7 @@ class ResponseStore:
         self._max_size = max_size
         self._clock = clock
         self._logged = float("-inf")
+        self._has_remains = True  # text that was deleted may be in the write-ahead log, or in pages behind it
         self._database = self._open()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
@@ -286,9 +287,10 @@ class ResponseStore:
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
-            self._purge(database)
+            self._has_remains |= self._purge(database) > 0
             while database.execute("SELECT total(size) FROM usage").fetchone()[0] > self._max_size:
                 self._evict(database, id_)
+                self._has_remains = True
 
     def _evict(self, database: sqlite3.Connection, but: str) -> None:
         """Delete the oldest answer of the tenant that has the most, or the oldest of all if that one has no other."""
@@ -310,7 +312,17 @@ class ResponseStore:
             deleted = database.execute(
                 "DELETE FROM responses WHERE id = ? AND tenant = ? AND created > ?", (id_, tenant, self._oldest)
             )
-            return bool(deleted.rowcount)
+            found = bool(deleted.rowcount)
+        if found:
+            self._overwrite()
+        return found
+
+    def _overwrite(self) -> None:
+        """Carry the log over into the file and empty it: both hold deleted text until then. Where another process is
+        in the way for long, the next purge tries again."""
+        self._has_remains = True
+        busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self._has_remains = bool(busy)
 
     def _history(self, id_: str, tenant: str, max_size: int) -> list[dict[str, Any]]:
         asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
@@ -339,7 +351,11 @@ class ResponseStore:
 
     def _purge_once(self) -> int:
         with self._transaction() as database:
-            return self._purge(database)
+            count = self._purge(database)
+        self._has_remains |= count > 0
+        if self._has_remains and count < _PURGED_AT_ONCE:
+            self._overwrite()
+        return count
 
     async def _purge_all(self) -> None:
         while True:

@@ -229,6 +229,31 @@ def test_the_file_is_for_this_user_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["responses.db"]
 
 
+def test_deleted_texts_are_gone_while_the_service_runs(tmp_path: Path) -> None:
+    """From the file and from its write-ahead log: at once after a deletion, with the next purge after that of age."""
+    clock = Clock()
+
+    def contents() -> bytes:
+        return b"".join(part.read_bytes() for part in tmp_path.iterdir() if part.is_file())
+
+    async def work(store: ResponseStore) -> None:
+        for name in ("secret-a", "secret-b", "secret-c"):
+            await keep(store, name, size=9000)
+        await keep(store, "kept", size=9000)
+        assert contents().count(b"secret-") > 3
+        await store.delete("secret-a", None)
+        assert b"secret-a" not in contents()
+        assert b"secret-b" in contents()
+        clock.now += DAY - 10
+        await keep(store, "young")
+        clock.now += 20
+        await store._run(store._purge_once)
+        assert b"secret-" not in contents()
+        assert b"young" in contents()
+
+    within(make(tmp_path, clock=clock), work)
+
+
 def test_deleted_texts_are_overwritten(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
         await keep(store, "secret-of-mine")
