@@ -11,11 +11,15 @@ Where llama.cpp is installed as a peer (benchmarks/README.md says how), its own 
 files, and llama.cpp and Octavo read these: the same tokens at the same positions, KV caches of float32 in both, so that
 weights and products are all that differ. Octavo widens a file's weights or has them `stored`.
 
+With --gguf FILE ..., instead: published files. Octavo's float32 of the widened weights writes the texts and is the
+reference; Octavo with `stored` and the other formats, and llama.cpp, are compared with it.
+
 With --speed, instead of all this: decode steps on a random 135M-parameter LLaMA shape in bfloat16, in rounds that
 alternate between the kinds of weights. The ratio is to int8-fast.
 
     python benchmarks/quantization.py
     python benchmarks/quantization.py --peers-dir PEERS
+    python benchmarks/quantization.py --gguf MODEL.gguf --stories 2 --length 200
     python benchmarks/quantization.py --speed
 """
 
@@ -27,7 +31,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +39,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kv_cache_dtype import TRAINED, Decoder, decode_in_turns, tell_stories
+from kv_cache_dtype import STARTS, TRAINED, Decoder, decode_in_turns, tell_stories
 from offline import ROOT, machine, make_checkpoint
 from peers import process
 from peers.engines import Files
@@ -102,10 +106,10 @@ def head_like_the_rest() -> Iterator[None]:
         yield
 
 
-def open_model(model: Path, case: str) -> LLM:
+def open_model(model: Path, case: str, **more: Any) -> LLM:
     """A trained model as a case has it; of a GGUF file the cases are "widened" and "stored"."""
     kind, _, head = case.partition(", ")
-    settings: dict[str, Any] = {"dtype": "bfloat16" if kind == "bfloat16" else "float32"}
+    settings: dict[str, Any] = {"dtype": "bfloat16" if kind == "bfloat16" else "float32", "max_model_len": 512}
     if kind.startswith("int"):
         settings["quantization"] = kind
     if kind in ("widened", "stored"):
@@ -118,6 +122,7 @@ def open_model(model: Path, case: str) -> LLM:
         "show_progress": False,
         "kv_cache_dtype": "float32",
         "kv_cache_memory": "64MiB",
+        **more,
     }
     if kind.startswith("q"):
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -153,18 +158,23 @@ def logits_of(model: Path, case: str, texts: list[list[int]]) -> list[Tensor]:
 
 def compare(ours: list[Tensor], exact: list[Tensor], texts: list[list[int]]) -> dict[str, Any]:
     """How logits differ from float32's."""
-    a, b = torch.cat(ours).double(), torch.cat(exact).double()
-    tokens = torch.tensor([token for text in texts for token in text[1:]])
-    ours_logprobs, exact_logprobs = a.log_softmax(1), b.log_softmax(1)
-    logprobs = ours_logprobs.gather(1, tokens[:, None])
-    divergence = (exact_logprobs.exp() * (exact_logprobs - ours_logprobs)).sum(1)
+    agreed, divergences, squares, logprobs = [], [], [], []
+    largest = 0.0
+    for mine, reference, text in zip(ours, exact, texts, strict=True):  # one at a time: vocabularies are large
+        a, b = mine.double(), reference.double()
+        ours_logprobs, exact_logprobs = a.log_softmax(1), b.log_softmax(1)
+        agreed.append((a.argmax(1) == b.argmax(1)).double())
+        divergences.append((exact_logprobs.exp() * (exact_logprobs - ours_logprobs)).sum(1))
+        squares.append((a - b).square().mean(1))
+        logprobs.append(ours_logprobs.gather(1, torch.tensor(text[1:])[:, None]))
+        largest = max(largest, float((a - b).abs().max()))
     return {
-        "positions": len(a),
-        "top1_agreement": round(float((a.argmax(1) == b.argmax(1)).double().mean()), 5),
-        "kl_divergence": float(f"{float(divergence.mean()):.3g}"),
-        "max_logit_error": round(float((a - b).abs().max()), 4),
-        "rms_logit_error": round(float((a - b).square().mean().sqrt()), 4),
-        "perplexity": round(math.exp(-float(logprobs.mean())), 4),
+        "positions": sum(map(len, agreed)),
+        "top1_agreement": round(float(torch.cat(agreed).mean()), 5),
+        "kl_divergence": float(f"{float(torch.cat(divergences).mean()):.3g}"),
+        "max_logit_error": round(largest, 4),
+        "rms_logit_error": round(float(torch.cat(squares).mean().sqrt()), 4),
+        "perplexity": round(math.exp(-float(torch.cat(logprobs).mean())), 4),
     }
 
 
@@ -193,13 +203,17 @@ class LlamaCpp:
         return dict(Counter(info.format.name for info in read_gguf(self.file(weights)).tensors.values()))
 
     def logits(self, weights: str, texts: list[list[int]]) -> list[Tensor]:
-        """As `logits_of` gives them, by llama.cpp without flash attention."""
+        """As `logits_of` gives them."""
+        return self.read(self.file(weights), texts)
+
+    def read(self, file: Path, texts: list[list[int]]) -> list[Tensor]:
+        """The same of any file, without flash attention."""
         room = max(map(len, texts))
         settings = {
             "n_ctx": room, "n_batch": room, "n_ubatch": room, "n_seq_max": 1, "n_threads": 1, "n_threads_batch": 1,
             "flash_attn_type": "off", "type_k": 0, "type_v": 0,  # GGML_TYPE_F32
         }  # fmt: skip
-        self.facts = self._worker.ask(op="load", model=str(self.file(weights)), settings=settings)
+        self.facts = self._worker.ask(op="load", model=str(file), settings=settings)
         made = self._files.folder / "logits.npy"
         self._worker.ask(op="logits", texts=texts, file=str(made))
         return list(torch.from_numpy(np.load(made)).split([len(text) - 1 for text in texts]))
@@ -215,6 +229,45 @@ class LlamaCpp:
     def close(self) -> None:
         """End the process."""
         self._worker.close()
+
+
+def write_texts(file: Path, count: int, length: int) -> dict[str, list[list[int]]]:
+    """Texts of a model in a GGUF file, by its float32: greedy, and drawn at temperature 1."""
+    llm = open_model(file, "widened", skip_tokenizer_init=False)
+    assert llm.tokenizer is not None
+    starts = [llm.tokenizer.encode(STARTS[i % len(STARTS)]) for i in range(count)]
+    texts = {}
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        params = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=length, ignore_eos=True, detokenize=False)
+            for i in range(count)
+        ]
+        outputs = llm.generate(starts, params, use_tqdm=False)
+        texts[name] = [[*start, *output.outputs[0].token_ids] for start, output in zip(starts, outputs, strict=True)]
+    llm.close()
+    return texts
+
+
+def compare_files(options: argparse.Namespace, install: process.Install | None) -> dict[str, Any]:
+    """How each reader of published GGUF files differs from float32, on texts that the models write."""
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    for file in options.gguf:
+        for name, texts in write_texts(file, options.stories, options.length).items():
+            exact = logits_of(file, "widened", texts)
+            for case in ("stored", "int8", "int4", *(["llama.cpp"] if install else [])):
+                if case == "llama.cpp":
+                    assert install is not None
+                    with (
+                        tempfile.TemporaryDirectory() as folder,
+                        closing(LlamaCpp(file, Path(folder), install)) as peer,
+                    ):
+                        found, reader, facts = peer.read(file, texts), case, peer.facts
+                else:
+                    found, reader = logits_of(file, case, texts), f"octavo, {case}"
+                rows.append({"file": file.name, "text": name, "reader": reader} | compare(found, exact, texts))
+                print(rows[-1], flush=True)
+    return {"files": rows, "llama.cpp": facts}
 
 
 def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -245,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="has llama.cpp in a folder so named")
+    parser.add_argument("--gguf", nargs="+", type=Path, metavar="FILE", help="instead: published GGUF files")
     parser.add_argument("--speed", action="store_true", help="instead: how fast each is; a busy machine spoils it")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32], help="whose speed is measured")
     parser.add_argument("--steps", type=int, default=32, help="of a round")
@@ -252,14 +306,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--output", type=Path, help="default: results/quantization.json, or quantization-speed.json")
     options = parser.parse_args(arguments)
     if options.output is None:
-        options.output = RESULTS / f"quantization{'-speed' if options.speed else ''}.json"
+        kind = "-speed" if options.speed else "-gguf" if options.gguf else ""
+        options.output = RESULTS / f"quantization{kind}.json"
     if options.speed:
         return write(options.output, {"speed": measure_speed(options)})
-    if "stories260k" in options.models and not TRAINED.is_dir():
-        parser.error(f"there is no trained model at {TRAINED}")
     install = process.find("llama.cpp", options.peers_dir)
     if install is None:
         print("llama.cpp is left out: it is not installed (see benchmarks/README.md)", flush=True)
+    if options.gguf:
+        return write(options.output, compare_files(options, install))
+    if "stories260k" in options.models and not TRAINED.is_dir():
+        parser.error(f"there is no trained model at {TRAINED}")
     rows: list[dict[str, Any]] = []
     files: list[dict[str, Any]] = []
     formats: dict[str, dict[str, Any]] = {}

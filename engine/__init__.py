@@ -40,6 +40,7 @@ from engine.interface.outputs import (
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.interface.request import (
     BIAS_RANGE,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
@@ -97,6 +98,7 @@ __all__ = [
     "MAX_BREAKER_LENGTH",
     "MAX_LISTED_IDS",
     "MAX_LOGPROBS",
+    "MAX_LOGPROB_TOKEN_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",

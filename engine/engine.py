@@ -261,6 +261,10 @@ class Engine:
             return self._breakers.begin(params.dry_sequence_breakers)
         return compiling
 
+    def warm_grammars(self) -> None:
+        """Prepare in a thread what all grammars need, unless that is done."""
+        self._grammars.warm()
+
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
         limit = self.scheduler.config.crossed_limit(request)

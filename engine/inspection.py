@@ -41,7 +41,7 @@ from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
 from engine.text.processor import load_tokenizer
 
-PROCESS, IMPORTED, STARTING = 195 << 20, 220 << 20, 330 << 20
+PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 242 << 20
 """Memory of the engine's process on a CPU without the model: at rest, when a load begins, and at most after the load,
 when steps are measured."""
 

@@ -48,9 +48,11 @@ from server.routes import (
     classify,
     cohere,
     completions,
+    decisions,
     embeddings,
     entities,
     fill_mask,
+    generate,
     live,
     messages,
     models,
@@ -210,6 +212,8 @@ def create_app(
         chat,
         responses,
         messages,
+        decisions,
+        generate,
         embeddings,
         cohere,
         text_embeddings,
@@ -226,7 +230,7 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting, translate.listing, text_embeddings.facts):
+    for router in (responses.stored, messages.counting, generate.rendering, translate.listing, text_embeddings.facts):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -258,6 +262,8 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/decisions", "/v1/systemone",
+        "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
         "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
@@ -271,6 +277,8 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (chat, commons.generating),
         (responses, commons.generating),
         (messages, commons.generating),
+        (decisions, commons.generating),
+        (generate, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
         (embeddings, commons.pooling),

@@ -150,12 +150,17 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], room: Room, rendering: Rendering | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        room: Room,
+        rendering: Rendering | None = None,
+        terms: Terms | None = None,
     ) -> Prompt:
         """Chat messages as a prompt.
 
         Args:
             rendering: what the template is given besides (default: nothing).
+            terms: of a request that the conversation may go on from: its tokens are remembered.
 
         Raises:
             ApiError: there is no tokenizer, its chat template takes too much time or memory or refuses these messages,
@@ -167,7 +172,7 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, room, rendering, self.answers.formats)
+        return await self.renderer.prompt(self.tokenizer, messages, room, rendering, self.answers.formats, terms)
 
 
 async def get_service(request: Request) -> Service:

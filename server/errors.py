@@ -22,7 +22,8 @@ request_logger = structlog.get_logger("octavo.request")
 
 # Endings of the paths whose requests have a line in the log each.
 _LOGGED = (
-    "/completions", "/responses", "/messages", "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
+    "/completions", "/responses", "/messages", "/decisions", "/systemone", "/generate", "/embeddings", "/pooling",
+    "/score", "/rerank", "/classify", "/answer",
     "/entities", "/fill-mask", "/transcriptions", "/translations", "/translate",
     "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity",
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # Tiny matrices gain nothing from threads, and threads that wait for each other on busy cores take ten
 # times as long. Set before torch is imported; servers that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Modules are compiled once, not by each of the hundreds of programs that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Without a GPU, Triton's kernels run by its interpreter. It reads this when they are imported.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

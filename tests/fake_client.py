@@ -115,6 +115,10 @@ class FakeClient(EngineClient):
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.cut_short: list[str] = []
         self.aborted: list[tuple[str, int | None]] = []
+        self.num_warmed = 0
+
+    def warm_grammars(self) -> None:
+        self.num_warmed += 1
 
     def submit(self, request_id: str, input: Any, params: Any, deliver: Deliver, **terms: Any) -> None:
         if self.dead:

@@ -51,6 +51,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.page_of: dict[bytes, int] = {}
         self.hash_of: dict[int, bytes] = {}
         self.cached: list[int] = []  # oldest first
+        self.num_taken, self.taken_before = 0, dict[int, int]()  # pages reserved, and before each cached one
+        self.found: set[int] = set()  # pages that were adopted since they were written
         self.hasher = PageHasher(KEY)
 
     # ------------------------------------------------------------- the model
@@ -62,15 +64,21 @@ class PoolMachine(RuleBasedStateMachine):
         return set(self.refs()) | {page for page, _ in self.pinned}
 
     def expect_evicted(self, pages: list[int]) -> None:
-        """Pages reserved: free ones first, then the least recently used cached ones, in order."""
+        """Pages reserved: free ones first, then the least recently used cached ones, in order. One that was found
+        counts as used when a quarter of the pool's pages had been taken after it."""
         evicted = [page for page in pages if page in self.cached]
-        assert evicted == self.cached[: len(evicted)]
+        later = self.pool.total // 4
+        ages = {
+            page: (self.taken_before[page] + later * (page in self.found), page in self.found) for page in self.cached
+        }
+        assert evicted == sorted(self.cached, key=ages.__getitem__)[: len(evicted)]
         free = self.pool.total - len(self.in_use()) - len(self.cached)
         assert len(evicted) == max(0, len(pages) - free)
         assert not set(pages) & self.in_use(), "a page in use is handed out"
         assert len(set(pages)) == len(pages)
         for page in evicted:
             self.cached.remove(page)
+            self.found.discard(page)
             del self.page_of[self.hash_of.pop(page)]
 
     def reserve_pages(self, count: int) -> list[int] | None:
@@ -80,6 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
         if pages is not None:
             assert len(pages) == count
             self.expect_evicted(pages)
+            self.num_taken += count
         return pages
 
     def drop_references(self, pages: list[int]) -> None:
@@ -88,6 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         for page in reversed(pages):
             if page not in used and page in self.hash_of:
                 self.cached.append(page)
+                self.taken_before[page] = self.num_taken
 
     def chain(self, content: list[int]) -> list[bytes]:
         hashes, parent = [], self.hasher.root(None)
@@ -218,7 +228,7 @@ class PoolMachine(RuleBasedStateMachine):
         done = self.pool.clear()
         assert done == (not self.in_use())
         if done:
-            self.page_of, self.hash_of, self.cached = {}, {}, []
+            self.page_of, self.hash_of, self.cached, self.found = {}, {}, [], set()
 
     @rule(content=st.lists(st.integers(0, 1), max_size=4), seen=st.sampled_from([None, None, 0, 1, 2, 3]))
     def match_and_adopt(self, content: list[int], seen: int | None) -> None:
@@ -238,6 +248,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == before - len(fresh)
         for page in fresh:
             self.cached.remove(page)
+        self.found |= set(pages)
         self.tables.append(Table(pages, content[: len(pages)]))
 
     # ------------------------------------------------------------- always
@@ -316,6 +327,34 @@ def test_the_end_of_a_table_is_evicted_before_its_beginning() -> None:
     assert pool.match(hashes[1:]) == table[:2]
     assert pool.reserve(1) == [table[1]]
     assert pool.match(hashes[1:]) == table[:1]
+
+
+def test_what_was_found_outlives_a_long_prompt_that_comes_once() -> None:
+    pool, hasher = BlockPool(16), PageHasher(KEY)
+
+    def ask(*contents: int) -> int:
+        """Pages found of a prompt."""
+        hashes = [hasher.root(None)]
+        for content in contents:
+            hashes.append(hasher.extend(hashes[-1], numbers(content)))
+        known = pool.adopt(pool.match(hashes[1:]))
+        new = pool.reserve(len(contents) - len(known))
+        assert new is not None
+        for page, page_hash in zip(new, hashes[1 + len(known) :], strict=True):
+            pool.publish(page, page_hash)
+        pool.free([*known, *new])
+        return len(known)
+
+    system = (1, 2, 3, 4)
+    ask(*system, 5)
+    assert ask(*system, 6) == 4
+    ask(*range(100, 104))
+    ask(*range(200, 206))  # fills the pool
+    ask(*range(300, 303))  # evicts 5, 6, and a page that was used later than the system prompt
+    assert pool.num_free == 0
+    assert ask(*system, 7) == 4
+    ask(*range(400, 416))
+    assert ask(*system, 8) == 0
 
 
 def test_an_adopted_page_is_the_youngest_again() -> None:

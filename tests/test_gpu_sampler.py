@@ -49,6 +49,17 @@ def device() -> Iterator[torch.device]:
         yield where
 
 
+def test_watched_tokens(device: torch.device) -> None:
+    logits = random_logits(2, 300, seed=3)
+    batch = batch_of([{"watch": [0, 299, 5]}, {"watch": [7, 7, 1], "bias": {7: 5.0}}], 300)
+    assert not CapturedSampler.serves(batch)
+    found = DeviceSampler(device, sizes=SMALL).sample(logits.to(device), batch).result().watched
+    expected = sampler_torch.sample(logits, batch).watched
+    assert found is not None
+    assert expected is not None
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 def random_logits(rows: int, vocabulary: int, seed: int, scale: float = 2.0, ties: bool = False) -> Tensor:
     """Rows that lie apart, with NaN between them."""
     wide = torch.full((rows, vocabulary + 3), torch.nan)

@@ -15,7 +15,10 @@ from engine.text.processor import Tokenizer
 from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 
-CONVERSATIONS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+CONVERSATIONS = [
+    "/v1/completions", "/v1/chat/completions", "/v1/decisions", "/v1/systemone", "/inference/v1/generate",
+    "/v1/responses", "/v1/messages",
+]  # fmt: skip
 VECTORS = ["/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"]
 ENCODER: dict[str, Any] = {"encoder_only": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
 EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
@@ -38,6 +41,9 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]},
+    "/v1/systemone": {"state": "a", "questions": {"b": {"type": "noul"}}},
+    "/inference/v1/generate": {"token_ids": [1]},
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
@@ -118,7 +124,9 @@ def test_every_endpoint_is_asked_for_here() -> None:
 
 
 def test_what_needs_texts_needs_a_tokenizer() -> None:
-    assert Api("decoder", tokenizer=False).card()["endpoints"] == ["/v1/completions", "/v1/embeddings", "/pooling"]
+    assert Api("decoder", tokenizer=False).card()["endpoints"] == [
+        "/v1/completions", "/inference/v1/generate", "/v1/embeddings", "/pooling",
+    ]  # fmt: skip
     assert Api("masked", tokenizer=False).card()["endpoints"] == ["/v1/embeddings", "/pooling"]
     api = Api("headless", tokenizer=False)
     assert api.request("POST", "/v1/embeddings", json={"input": [1, 2]}).status_code == 200

@@ -56,6 +56,7 @@ ASKED: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"guided_choice": ["red", "blue"]}, ("red", "blue").__contains__),
     ({"guided_grammar": LARK}, re.compile(r"\([a-f]{3}\)").fullmatch),
     ({"json_schema": PERSON}, is_person),
+    ({"grammar": 'root ::= "(" ([a-f]{3} | root) ")"'}, re.compile(r"\(+[a-f]{3}\)+").fullmatch),
 ]
 
 
@@ -151,10 +152,11 @@ def test_ends(api: Api, path: str) -> None:
         ({"guided_json": {"oneOf": [{}, {}]}}, "guided_json", '(keyword "oneOf" at #)'),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "may hold at most 1000 strings, got 1001"),
-        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "written in GBNF"),
+        ({"guided_grammar": 'rule ::= "a"'}, "guided_grammar", "no rule root"),
         ({"guided_grammar": "start: <|none|>"}, "guided_grammar", "<|none|>"),
         ({"json_schema": {"title": "x" * 140_000}}, "json_schema", "at most 131072 bytes, got 140012"),
-        ({"grammar": 'root ::= "a"'}, "grammar", "GBNF) is not supported; send structured_outputs.grammar, in Lark"),
+        ({"grammar": "root ::= rule"}, "grammar", "the grammar has no rule rule"),
+        ({"grammar": "root ::= a", "guided_json": {}}, "grammar", "guided_json and grammar cannot be used together"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json and guided_regex cannot be used"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "cannot be used together"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos cannot be used with structured output"),

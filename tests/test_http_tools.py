@@ -351,6 +351,14 @@ def test_what_cannot_be_enforced_is_400(
     assert not api.client.asked
 
 
+def test_a_request_with_tools_lets_the_engine_prepare_for_grammars() -> None:
+    api = Api("Ok.")
+    api.answer(tools=None)
+    assert api.client.num_warmed == 0
+    api.answer()
+    assert api.client.num_warmed == 1
+
+
 @pytest.mark.parametrize("settings", [{"tool_call_parser": "none"}, {"tool_call_parser": "glm45"}])
 def test_strict_functions_may_be_called_where_nothing_can_be_enforced(settings: dict[str, Any]) -> None:
     api = Api("Ok.", **settings)

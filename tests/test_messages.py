@@ -45,6 +45,7 @@ from engine.process.messages import (
     Ready,
     Signal,
     Start,
+    Warm,
     decode_command,
     decode_news,
     encode,
@@ -358,6 +359,15 @@ class Channel:
     def send_multipart(self, parts: list[bytes]) -> None:
         self.told.append((parts[0], decode_news(parts[1])))
         self.sent.append(self.told[-1][1])
+
+
+def test_the_engine_prepares_for_grammars_when_it_is_told_to() -> None:
+    engine, warmed = FaultyEngine(), []
+    engine.warm_grammars = lambda: warmed.append(True)  # type: ignore[attr-defined]
+    channel = Channel(encode(Warm()))
+    Loop(engine, channel).turn()  # type: ignore[arg-type]
+    assert warmed == [True]
+    assert channel.sent[0].num_commands == 1
 
 
 def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:

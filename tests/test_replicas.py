@@ -49,6 +49,17 @@ class TestChain:
     def test_tenants_have_nothing_in_common(self) -> None:
         assert set(chain(body("a" * 500), b"one")).isdisjoint(chain(body("a" * 500), b"other"))
 
+    def test_the_billing_block_of_claude_code_counts_for_nothing(self) -> None:
+        def asked(**block: Any) -> bytes:
+            return json.dumps({"model": "m", "system": [block, {"type": "text", "text": "a" * 2000}]}).encode()
+
+        one, other = (
+            chain(asked(type="text", text=f"x-anthropic-billing-header: cc_version=2.1; cch={name};"))
+            for name in ("1a2b", '"quoted"')
+        )
+        assert one == other != chain(asked(type="text", text="x-other-header: cch=1a2b;"))
+        assert len(one) > 10
+
     def test_only_whole_pieces_count_and_not_without_end(self) -> None:
         assert chain(b"") == chain(b'{"model": "m"}') == chain(b'{"prompt": "short"}') == []
         assert len(chain(b'{"prompt": "' + b"a" * 10 * LONGEST)) == LONGEST // PIECE

@@ -47,7 +47,8 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
     """A batch from one dict a row; what is left out is neutral.
 
     Keys: the parameters by name; `draws` (uniform numbers), `beam_width`, `num_logprobs`, `prompt`,
-    `output` (for the penalties), `bias`, `dry`, `ban`, `force`; `allow`, tokens below `vocabulary`.
+    `output` (for the penalties), `bias`, `dry`, `ban`, `force`; `allow`, tokens below `vocabulary`; `watch`,
+            of all rows or none.
     """
 
     draws = [row.get("draws", () if row.get("beam_width") else (0.5,)) for row in rows]
@@ -80,6 +81,7 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
         edits=np.array(edits, dtype=EDIT),
         masked=np.array(masked, dtype=np.int32),
         masks=masks,
+        watched=np.array([row["watch"] for row in rows], dtype=np.int32) if "watch" in rows[0] else None,
     )
 
 
@@ -483,6 +485,23 @@ def test_logprobs_ranks_and_top_tokens_are_the_model_s_own() -> None:
         assert np.allclose(result.top_logprobs[i, : row["num_logprobs"]], best.values, atol=1e-6)
     assert result.ranks[0, 0] == 1
     assert result.ranks[3, 0] == 2
+
+
+def test_watched_tokens_have_the_model_s_own_logprobs() -> None:
+    logits = random_logits(3)
+    rows: list[dict[str, Any]] = [
+        {"watch": [7, 0, 7]},
+        {"watch": [1, 49, 0], "bias": {1: 9.0}, "ban": [49], "temperature": 0.3},
+        {"watch": [3, 2, 1], "beam_width": 2, "draws": ()},
+    ]
+    found = sample(logits.clone(), batch_of(rows)).watched
+    own = logits.log_softmax(dim=-1)
+    assert found is not None
+    for i, row in enumerate(rows):
+        np.testing.assert_allclose(found[i], own[i, row["watch"]].numpy(), atol=1e-6)
+        alone = sample(logits[i : i + 1].clone(), batch_of([row])).watched
+        assert alone is not None
+        assert np.array_equal(alone[0], found[i]), "a row does not know its neighbours"
 
 
 def test_beam_candidates_have_ranks_too() -> None:

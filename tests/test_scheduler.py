@@ -216,7 +216,7 @@ class TestOrder:
         with simulator(max_num_seqs=2, budget=8) as sim:
             sim.add(make_request("long", prompt(20), max_tokens=9))
             sim.step()
-            sim.add(make_request("next", prompt(3), max_tokens=9))
+            sim.add(make_request("next", prompt(12, start=3), max_tokens=9))
             sim.step()
             snapshot = sim.scheduler.snapshot()
             assert (snapshot.num_waiting, snapshot.lacks_room) == (1, False), (
@@ -279,6 +279,49 @@ class TestOrder:
 
 
 # ------------------------------------------------------------------ chunks, prefixes, copies
+
+
+class TestShortPrompts:
+    def test_a_short_prompt_does_not_wait_for_a_long_one(self) -> None:
+        with simulator(budget=8, num_pages=80) as sim:
+            sim.add(make_request("long", prompt(120), max_tokens=1))
+            sim.step()
+            sim.add(make_request("short", prompt(11, start=3), max_tokens=1))
+            steps = [[delta.request_id for delta in sim.step()] for _ in range(3)]
+            assert steps[-1] == ["short"]  # four tokens a step
+            assert sim.scheduler._groups["long"].sequences[0].num_computed == 8 + 4 + 4 + 5
+
+    def test_a_turn_is_as_short_as_what_is_not_cached(self) -> None:
+        with simulator(budget=8, num_pages=80) as sim:
+            sim.add(make_request("first turn", prompt(40), max_tokens=1))
+            sim.drain()
+            sim.add(make_request("long", prompt(60, start=3), max_tokens=1))
+            sim.step()
+            sim.add(make_request("second turn", [*prompt(40), 2, 3], max_tokens=1))
+            assert [delta.request_id for _ in range(2) for delta in sim.step()] == ["second turn"]
+
+    def test_prompts_of_the_same_length_come_in_turn(self) -> None:
+        with simulator(budget=8, num_pages=80) as sim:
+            for number in range(3):
+                sim.add(make_request(str(number), prompt(40, start=2 + number), max_tokens=1))
+            assert [delta.request_id for _ in range(15) for delta in sim.step()] == ["0", "1", "2"]
+
+    def test_priorities_come_first(self) -> None:
+        with simulator(budget=8, num_pages=80) as sim:
+            sim.add(make_request("long", prompt(48), max_tokens=1))
+            sim.step()
+            sim.add(make_request("later", prompt(4, start=3), max_tokens=1, priority=1))
+            assert [delta.request_id for _ in range(6) for delta in sim.step()] == ["long", "later"]
+
+    def test_short_prompts_leave_half_to_a_long_one(self) -> None:
+        with simulator(budget=8, num_pages=80, caching=False) as sim:
+            sim.add(make_request("long", prompt(120), max_tokens=1))
+            sim.step()
+            for number in range(12):
+                sim.add(make_request(str(number), prompt(20, start=number), max_tokens=1))
+                before = sim.scheduler._groups["long"].sequences[0].num_computed
+                sim.step()
+                assert sim.scheduler._groups["long"].sequences[0].num_computed == before + 4
 
 
 class TestProgress:

@@ -359,15 +359,15 @@ class TestPreempted:
             sim.drain()
             add(sim, "busy", words(12, 7), max_tokens=4, min_tokens=4)
             sim.step()
-            order = list(sim.pool._cached)
+            order = list(sim.pool._queues[0])
             assert len(order) == 3
             add(sim, "waits", begin=17, max_tokens=1)
             sim.step()
             sim.step()
             assert memory_of(sim, "waits").pages == []
-            assert list(sim.pool._cached) == order
+            assert list(sim.pool._queues[0]) == order
             evict(sim, 2)
-            assert list(sim.pool._cached) == order[2:]
+            assert list(sim.pool._queues[0]) == order[2:]
             sim.drain()
             sim.compare()
 

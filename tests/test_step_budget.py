@@ -7,12 +7,17 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from paged_simulator import Simulator, make_request
+from support.driving import make_engine
+from support.jobs import CHECKPOINT
 
+from engine.execution import starting
 from engine.scheduling.budget import Costs, StepBudget, StepLimit, StepWork
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.step import Step
@@ -318,3 +323,13 @@ def test_nothing_starves_and_no_answer_changes(work: float, least: float) -> Non
         sim.drain()
         sim.compare()
         assert sim.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_start_measures_steps_only_where_they_are_limited(
+    limit: float | None, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = mock.Mock(wraps=starting.measure)
+    monkeypatch.setattr(starting, "measure", measure)
+    make_engine(checkpoint(CHECKPOINT).path, max_step_time=limit).close()
+    assert measure.called == (limit is None)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -299,7 +300,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "("}, "the regular expression cannot be used"),
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, "unknown name"),
-    ({"grammar": 'root ::= "a"'}, "it is written in GBNF (::=); write it in Lark"),
+    ({"grammar": 'rule ::= "a"'}, "the grammar has no rule root"),
     ({"structural_tag": {"structures": []}}, 'must hold "structures" and "triggers"'),
     ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is what '<f>' begins with"),
 ]
@@ -434,6 +435,32 @@ def test_tags_in_free_text(tokenizer: Tokenizer, model: Checkpoint) -> None:
     for wrong in ("<f>x", "<f>12</f>", "<fg>"):
         assert goes(wrong)[0] < 0, wrong
     assert goes("<f>3")[1] is False
+
+
+def test_what_grammars_share_is_prepared_before_the_first_one(tokenizer: Tokenizer, model: Checkpoint) -> None:
+    loads: list[str] = []
+
+    def load() -> Tokenizer:
+        loads.append(threading.current_thread().name)
+        return tokenizer
+
+    made = grammars.Grammars(load, model.vocab, frozenset(model.eos), opens_texts=False, threads=1)
+    for _ in range(2):
+        made.warm()
+    compiling = made.begin(ASKED["choice"])
+    assert compiling is not None
+    compiling.result(60)
+    assert len(loads) == 1
+    assert loads[0].startswith("octavo-grammar")
+
+
+def test_without_a_tokenizer_only_requests_with_a_grammar_are_refused(model: Checkpoint) -> None:
+    made = grammars.Grammars(lambda: None, model.vocab, frozenset(model.eos), opens_texts=False, threads=1)
+    made.warm()
+    compiling = made.begin(ASKED["choice"])
+    assert compiling is not None
+    with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
+        compiling.result(60)
 
 
 def test_compiled_grammars_are_kept(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

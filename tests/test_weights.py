@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,30 @@ def test_a_truncated_or_foreign_file_is_named(folder: Callable[[str], Path]) -> 
         file.write_bytes(damaged)
         with pytest.raises(ModelLoadError, match=r"llama/model\.safetensors cannot be read.*download it again"):
             load(path)
+
+
+@pytest.mark.parametrize("change", ["written", "replaced"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    change: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder("llama")
+    file = path / weight_files.SINGLE_FILE
+    read = weight_files.Checkpoint.read
+
+    def read_and_change(self: weight_files.Checkpoint, *arguments: Any) -> Tensor:
+        found = read(self, *arguments).clone()
+        if change == "written":
+            os.utime(file, ns=(1, 1))
+        else:
+            status = file.stat()
+            shutil.copy(file, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return found
+
+    monkeypatch.setattr(weight_files.Checkpoint, "read", read_and_change)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors changed while it was read"):
+        load(path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.h5", "consolidated.00.pth", "model.pt"])

@@ -56,12 +56,15 @@ class Install:
         return self.folder / "bin"
 
 
-def find(name: str, peers_dir: Path) -> Install | None:
+def find(name: str, peers_dir: Path, module: str = "") -> Install | None:
     """The peer's installation; None if there is none.
 
     `transformers` and, where no folder has it, any other peer may be installed beside Octavo as well.
+
+    Args:
+        module: what its interpreter must find, unless MODULES tells.
     """
-    folder, module = peers_dir / name, MODULES[name]
+    folder, module = peers_dir / name, module or MODULES[name]
     python = folder / "bin" / "python"
     libraries = folder / "lib"
     environment = {}

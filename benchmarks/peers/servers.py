@@ -36,6 +36,9 @@ class Server:
         command: without its port, which is free and comes last.
         body: what its requests hold besides.
         choices: options of the command line by the name of a setting.
+
+    Attributes:
+        url: of the server that runs.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Server:
         self._choices = choices or {"defaults": ()}
         self.settings = tuple(self._choices)
         self._setting: str | None = None
+        self.url = ""
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     @property
@@ -68,7 +72,7 @@ class Server:
         """
         if setting == self._setting:
             return
-        self._stop()
+        self.stop()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -81,12 +85,12 @@ class Server:
                 stdout=output,
                 stderr=output,
             )
-        self._setting = setting
+        self._setting, self.url = setting, url
         self._client = Client(Target.parse(url))
         deadline = time.monotonic() + START
         while not _is_ready(url):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self._stop()
+                self.stop()
                 raise PeerError(f"{self.name} did not start:\n{tail(self._log)}")
             time.sleep(0.2)
 
@@ -123,10 +127,11 @@ class Server:
 
     def close(self) -> None:
         """End the server."""
-        self._stop()
+        self.stop()
         self._runner.close()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End its process, if it runs."""
         if self._setting is None:
             return
         self._setting = None

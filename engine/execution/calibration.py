@@ -70,6 +70,6 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
 
 def _rows(table: RotaryTable, length: int, positions: Tensor) -> RotaryTable:
     """A table like this one with rows of these positions."""
-    own = RotaryTable(table.part, table.cos.shape[1], 0, table.cos.device)
+    own = RotaryTable(table.part, table.cos.shape[1], 0, table.cos.device, dtype=table.cos.dtype)
     own.extend(length, positions)
     return own

@@ -23,7 +23,7 @@ from engine.execution.memory import is_out_of_memory
 from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import StepLimit
 from engine.scheduling.in_flight import InFlightStep
-from engine.scheduling.plan import EncoderBatch, StepPlan, StepResult, TokenScores
+from engine.scheduling.plan import EncoderBatch, Float32, StepPlan, StepResult, TokenScores
 from engine.scheduling.row import Row
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceGroup
@@ -229,6 +229,14 @@ class Recovery:
         )  # fmt: skip
 
 
+def _join_watched(results: Sequence[StepResult]) -> Float32 | None:
+    """Log-probabilities of watched tokens; some of the parts may have none."""
+    if all(result.watched is None for result in results):
+        return None
+    nothing = [np.zeros((len(result.tokens), 0), dtype=np.float32) for result in results]
+    return _stack([none if part.watched is None else part.watched for part, none in zip(results, nothing, strict=True)])
+
+
 def join(results: Sequence[StepResult]) -> StepResult:
     """The answer to rows that were computed apart, from those of the parts, in their order."""
     prompts = [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
@@ -239,6 +247,7 @@ def join(results: Sequence[StepResult]) -> StepResult:
         ranks=_stack([result.ranks for result in results]),
         top_ids=_stack([result.top_ids for result in results]),
         top_logprobs=_stack([result.top_logprobs for result in results]),
+        watched=_join_watched(results),
         prompt_logprobs=_join_scores(prompts) if prompts else None,
         pooled=tuple(row for result in results for row in result.pooled),
     )

@@ -68,7 +68,13 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     if asking is not None:
         ranks[asking] = rows.ranks(asking, tokens[asking])
     return StepResult(
-        tokens=tokens, scores=scores, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
+        tokens=tokens,
+        scores=scores,
+        logprobs=logprobs,
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        watched=None if batch.watched is None else rows.logprobs(batch.watched),
     )
 
 

@@ -5,8 +5,8 @@ rows want lies in memory that stays where it is: a graph that was captured for a
 that draw and rows that are unused. Random numbers are made of counters on the device, which a replay counts up, so
 that a steady step sends nothing at all; or they are sent, 8 bytes a row.
 
-Not captured, but computed by `DeviceSampler`: beams, reports of most probable tokens and ranks, several draws a row,
-filters that only torch's sampler knows, and all that changes logits.
+Not captured, but computed by `DeviceSampler`: beams, reports of most probable or listed tokens and of ranks, several
+draws a row, filters that only torch's sampler knows, and all that changes logits.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class CapturedSampler:
         return not (
             len(batch.edits)
             or len(batch.masked)
+            or batch.watched is not None
             or table["beam_width"].any()
             or int(table["num_draws"].max()) > 1
             or int(table["num_logprobs"].max()) >= 0

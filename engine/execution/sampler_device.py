@@ -39,6 +39,7 @@ class DeviceSamples:
             `max_rows`.
         scores, ranks: [S, C]; None where no row has any.
         top_ids, top_logprobs: [S, L]; None where no row has any.
+        watched: [S, W]; None where no row has any.
     """
 
     tokens: Tensor
@@ -49,10 +50,14 @@ class DeviceSamples:
     top_ids: Tensor | None
     top_logprobs: Tensor | None
     _packed: Tensor
+    watched: Tensor | None = None
     _download: Download | None = None
+    _watched: Download | None = None
 
     def fetch(self) -> None:
         """Start the copy to the host, on the current stream; nothing waits for it."""
+        if self.watched is not None:
+            self._watched = Download(self.watched)
         self._download = Download(self._packed)
 
     @property
@@ -85,6 +90,7 @@ class DeviceSamples:
             ranks=ranks if self.ranks is None else take(columns, np.int32),
             top_ids=take(number, np.int32),
             top_logprobs=take(number, np.float32),
+            watched=None if self._watched is None else self._watched.wait(),
         )
 
 
@@ -144,6 +150,8 @@ class DeviceSampler:
         arrays = {"uniforms": batch.uniforms, **layout.arrays, **edits}
         if len(batch.masked):
             arrays |= {"masked": layout.place[batch.masked], "masks": batch.masks.view(np.int32)}
+        if batch.watched is not None:
+            arrays["watched"] = batch.watched
         given = self.uploads.put(arrays, versions)
         samples, chosen = self._outputs(rows, layout)
         parameters = Parameters(table=given["table"], uniforms=given["uniforms"])
@@ -165,6 +173,9 @@ class DeviceSampler:
             changed = self._change(walked, layout, given, samples, chosen)
             self._draw_by_torch(changed, layout, batch, samples, chosen)
         walked.report(samples.tokens, chosen, samples.logprobs, samples.first)
+        if "watched" in given:
+            logit = logits.gather(1, given["watched"].long()).float()
+            samples.watched = (logit - walked.peak[:rows, None]) - walked.log_sum[:rows, None]
         if samples.ranks is not None:
             asking = given["asking_rows"]
             samples.ranks.zero_()

@@ -34,7 +34,7 @@ from engine.execution.pooler import PoolingParts
 from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
-from engine.execution.warmup import can_record, measure, record
+from engine.execution.warmup import Measured, can_record, measure, record, trial
 from engine.execution.whole_prompts import use_flash
 from engine.host import gpus
 from engine.interface.outputs import EngineInfo
@@ -49,6 +49,7 @@ from engine.model.retrieval import read_folder
 from engine.model.sentence import InputWeights, Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
+from engine.scheduling.budget import Costs
 
 logger = logging.getLogger("octavo.execution")
 
@@ -203,7 +204,12 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
     if spec.decoder is not None:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
         num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)
-    costs, measured = measure(runner, max_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len)
+    costs, measured = Costs(), Measured()
+    if config.max_step_time == 0 and resolved.device.type == "cpu":  # nothing depends on what steps take
+        trial(runner)
+    else:  # these steps compile a GPU's kernels, too
+        most = config.max_num_batched_tokens
+        costs, measured = measure(runner, max_tokens=most, max_model_len=resolved.max_model_len)
     record(runner, backend, 0 if config.enforce_eager else config.most_seqs, config.max_num_batched_tokens)
     if resolved.device.type == "cpu":
         runner.cache.forget()

@@ -41,6 +41,7 @@ MAX_SEED = 2**64 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 
 # The numbers among the fields of `SamplingParams`; those of the sampling table as that declares them.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
@@ -166,6 +167,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: report the chosen token's log-probability and this many of the most probable.
         prompt_logprobs: the same for each token of the prompt.
+        logprob_token_ids: report the log-probabilities of these ids in each place, too, at most 128; implies logprobs.
         num_beams: beam search with that many beams if above 1; temperature and the filters are
             then not applied. A model's own default is left aside for a temperature above 0, another filter that
             keeps less than all tokens, or stop in the request, and stays at an explicit temperature of 0.
@@ -230,6 +232,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
@@ -271,6 +274,9 @@ class SamplingParams:
         check_ids("stop_token_ids", self.stop_token_ids)
         check_ids("suppress_tokens", self.suppress_tokens)
         check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
+        check_ids("logprob_token_ids", self.logprob_token_ids)
+        if (count := len(self.logprob_token_ids or ())) > MAX_LOGPROB_TOKEN_IDS:
+            fail("logprob_token_ids", f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, got {count}.")
         check_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             fail("allowed_token_ids", "allowed_token_ids must hold at least one token id; leave it out to allow all.")
@@ -415,6 +421,7 @@ class Decoding:
     eos_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False

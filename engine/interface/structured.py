@@ -27,7 +27,7 @@ class StructuredOutputsParams:
 
     Attributes:
         choice: the answer is one of these texts.
-        grammar: it is what this grammar describes, in llguidance's form of Lark.
+        grammar: it is what this grammar describes, in llguidance's form of Lark or in llama.cpp's GBNF.
         json: it is JSON that this schema allows: an object, a boolean, or either as text.
         json_object: it is a JSON object of any kind.
         regex: all of it matches this regular expression (Rust's syntax, without look-around and back-references).

@@ -73,44 +73,66 @@ def attention_factor(part: Rotary) -> float:
     return part.scaling.attention_factor if isinstance(part.scaling, YarnScaling | LongScaling) else 1.0
 
 
+_FILLED = 4096
+"""Rows that are computed at a time: float32 of all of them would take twice the memory that they keep."""
+
+
 class RotaryTable(nn.Module):
-    """Cosines and sines of positions, float32 until they are narrowed, a row each.
+    """Cosines and sines of positions, a row each.
 
     `cos` [rows, head_dim] is 1 for features that do not rotate; `sin` is [rows, dim / 2].
 
     Args:
         length: the first rows are of all positions in [0, length), in sequences that can reach that length.
         limits: after them, for each of these, come those of [0, limit), in sequences that do not exceed it.
+        dtype: the format of rows, unless rotation happens in float32.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, part: Rotary, head_dim: int, length: int, device: torch.device, limits: Sequence[int] = ()):
+    def __init__(
+        self,
+        part: Rotary,
+        head_dim: int,
+        length: int,
+        device: torch.device,
+        limits: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         self.part, self.in_float32 = part, part.in_float32
-        self.register_buffer("cos", torch.empty(0, head_dim, device=device), persistent=False)
-        self.register_buffer("sin", torch.empty(0, part.dim // 2, device=device), persistent=False)
+        kept = torch.float32 if part.in_float32 else dtype
+        rows = length + sum(limits)
+        self.register_buffer("cos", torch.empty(rows, head_dim, dtype=kept, device=device), persistent=False)
+        self.register_buffer("sin", torch.empty(rows, part.dim // 2, dtype=kept, device=device), persistent=False)
+        start = 0
         for reach in (length, *limits):
-            self.extend(reach, torch.arange(reach, device="cpu"))
+            self._fill(start, reach, torch.arange(reach, device="cpu"))
+            start += reach
 
     def extend(self, length: int, positions: Tensor) -> None:
         """Append rows of these positions [n], in sequences that can reach a length."""
+        rows = len(self.cos)
+        self.cos, self.sin = (
+            torch.cat((table, table.new_empty(len(positions), table.shape[1]))) for table in (self.cos, self.sin)
+        )
+        self._fill(rows, length, positions)
+
+    def _fill(self, start: int, length: int, positions: Tensor) -> None:
+        if self.cos.is_meta:
+            return
         part, factor = self.part, attention_factor(self.part)
-        angles = positions.float()[:, None] * rotary_frequencies(part, length)
-        cos = angles.cos() * factor
-        turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
-        still = torch.ones(len(angles), self.cos.shape[1] - part.dim, device="cpu")
-        self.cos = torch.cat((self.cos, torch.cat((turned, still), dim=1).to(self.cos.device)))
-        self.sin = torch.cat((self.sin, (angles.sin() * factor).to(self.sin.device)))
-
-    def narrow(self, dtype: torch.dtype) -> None:
-        """Keep the rows in the format that heads of `dtype` are rotated in, and in no other."""
-        self.cos, self.sin = self.whole(dtype)
-
-    def bytes_for(self, dtype: torch.dtype) -> int:
-        """Bytes of the rows then."""
-        return (self.cos.numel() + self.sin.numel()) * (torch.float32 if self.in_float32 else dtype).itemsize
+        frequencies = rotary_frequencies(part, length)
+        self.cos[start : start + len(positions), part.dim :] = 1.0
+        for block in positions.split(_FILLED):
+            rows = slice(start, start + len(block))
+            angles = block.float()[:, None] * frequencies
+            cos = angles.cos() * factor
+            turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
+            self.cos[rows, : part.dim] = turned.to(self.cos.device)
+            self.sin[rows] = (angles.sin() * factor).to(self.sin.device)
+            start += len(block)
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos [rows, head_dim], sin [rows, dim / 2]), in the format that heads of `dtype` are rotated in."""

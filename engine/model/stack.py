@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend
@@ -17,6 +18,7 @@ from engine.model.executor import Executor, fastest
 from engine.model.inputs import Inputs
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
+from engine.model.packing import on_gpu
 from engine.model.place import Place
 from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes, TwoSidedSlopes
 from engine.model.program import Program, compile_stack
@@ -59,8 +61,10 @@ class TransformerStack(nn.Module):
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
         heads = {attention.position: attention.turned for attention in stack.attentions}
+        # A GPU's kernels read angles in float32.
+        angles = torch.float32 if on_gpu(place.device) else place.dtype
         rotary = {
-            part: RotaryTable(part, dim, length, place.device, limits)
+            part: RotaryTable(part, dim, length, place.device, limits, angles)
             for part, dim in heads.items()
             if isinstance(part, Rotary)
         }
@@ -103,9 +107,6 @@ class TransformerStack(nn.Module):
         """Let the fastest executor for the device run the program from now on. Weights have been filled and laid out,
         and stay as they are."""
         first = self.first_parameter
-        if first.device.type == "cpu":
-            for table in self.tables.rotary.values():
-                table.narrow(first.dtype)
         self.executor = fastest(self.program, self.tables, first.dtype, first.device)
 
     @property

@@ -28,7 +28,6 @@ from engine.model.missing import unsupported
 from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
-from engine.model.rotary import RotaryTable
 from engine.model.stack import TransformerStack
 
 
@@ -183,9 +182,7 @@ class Transformer(nn.Module):
     @property
     def buffer_bytes(self) -> int:
         """Size of the tables of positions on a CPU."""
-        rotary = [module for module in self.modules() if isinstance(module, RotaryTable)]
-        wide = sum(table.bytes_for(torch.float32) - table.bytes_for(self.dtype) for table in rotary)
-        return sum(buffer.nbytes for buffer in self.buffers()) - wide
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     def loading_bytes(self, quantization: Wanted | None) -> int:
         """The most that a matrix takes on a CPU beside its packed form while that is made. Most are assembled first.

@@ -31,7 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
-MAPPED = 1 << 26
+MAPPED = 1 << 24
 """Bytes of files that are in memory because they were read, before they are released."""
 
 
@@ -49,12 +49,14 @@ class Checkpoint:
         self.names: dict[str, tuple[Path, str]] = {}
         self._packed: dict[tuple[Path, str], tuple[Packed, list[tuple[Path, str]]]] = {}  # with where the parts are
         self._handles: dict[Path, Any] = {}
+        self._seen: dict[Path, tuple[int, int, int]] = {}  # what each file was when it was opened
         self._read_since: Counter[Path] = Counter()  # bytes that were read since files were mapped
 
     def __enter__(self) -> Self:
         self.files = weight_files(self.path)
         for file in self.files:
             with _readable(file):
+                self._seen[file] = _identity(file)
                 handle = _opened(file)
                 self._handles[file] = handle
                 keys = list(handle.keys())
@@ -157,10 +159,24 @@ class Checkpoint:
         process. Tensors that are still held stay valid."""
         if self._read_since.total() < MAPPED:
             return
+        self.check_unchanged()
         for file in self._read_since:
             with _readable(file):
                 self._handles[file] = _opened(file)
         self._read_since.clear()
+
+    def check_unchanged(self) -> None:
+        """Refuse files that were written to since they were opened: weights would be partly old and partly new.
+
+        Raises:
+            ModelLoadError: one was, or is gone.
+        """
+        for file, seen in self._seen.items():
+            if not file.exists() or _identity(file) != seen:
+                raise ModelLoadError(
+                    f"{file} changed while it was read, so the weights are partly old and partly new. "
+                    "Load the model again once the file is complete."
+                )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor as it is stored, or what a matrix of few bits holds.
@@ -285,6 +301,16 @@ def _bits(format: str) -> int:
 
 def _opened(file: Path) -> Any:
     return GgufWeights(file) if file.suffix == SUFFIX else safe_open(str(file), framework="pt", device="cpu")
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 @contextmanager

@@ -289,3 +289,4 @@ def _fill(
                 pointer = destination.parameter.data_ptr()
                 del destination
                 matrices.filled(pointer)
+    checkpoint.check_unchanged()

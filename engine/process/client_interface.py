@@ -99,6 +99,10 @@ class EngineClient(ABC):
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one of its choices, soon; unknown or finished ids are ignored."""
 
+    def warm_grammars(self) -> None:
+        """Let the engine prepare for grammars in the background; nothing if it does so anyway, or is dead."""
+        return
+
     @abstractmethod
     async def settled(self) -> None:
         """Wait until the engine has carried out all that was asked of it so far, so that `stats` show it; or

@@ -18,7 +18,7 @@ from engine.interface.cache_map import CacheMap
 from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.interface.request import EngineInput, PoolingParams, SamplingParams
 from engine.process.client_interface import Deliver, EngineClient, Progress
-from engine.process.messages import Abort, Join, Look, News, decode_news, encode, encode_add
+from engine.process.messages import Abort, Join, Look, News, Warm, decode_news, encode, encode_add
 
 logger = logging.getLogger("octavo.client")
 
@@ -89,6 +89,11 @@ class ConnectedClient(EngineClient):
         stream = self._streams.pop(request_id, None) if choice is None else None
         if stream is not None:
             stream.deliver(RequestDelta(request_id=request_id, choices=(), finished=True))
+
+    def warm_grammars(self) -> None:
+        if self.is_alive:
+            self._attach()
+            self._send(encode(Warm()))
 
     async def settled(self) -> None:
         if self.is_alive and self._num_obeyed < self._num_sent:

@@ -42,6 +42,7 @@ from engine.process.messages import (
     News,
     Ready,
     Start,
+    Warm,
     decode_command,
     encode,
     receive_known,
@@ -111,6 +112,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
 
     if start.log_format is not None:
         adopt_libraries()
+    give_back_code()  # what imports touched, before weights are read
     engine = Engine(start.config, read)
     # What is here now stays: a full collection that looked through it would hold up a step.
     gc.collect()
@@ -205,6 +207,8 @@ class Loop:
         elif isinstance(command, Add):
             if not self._waits(client, command):
                 self._answer(client, command, self._add(client, command))
+        elif isinstance(command, Warm):
+            self._engine.warm_grammars()
         elif isinstance(command, Dismiss):
             self._dismiss(command.client)
         else:

@@ -5,8 +5,8 @@ wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to the engine,
 and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
-is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look` and `Dismiss` from each client to the engine, and back one `News`
-per step.
+is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look`, `Warm` and `Dismiss` from each client to the engine, and back
+one `News` per step.
 """
 
 from __future__ import annotations
@@ -205,7 +205,11 @@ class Look(msgspec.Struct, tag=True):
     """Ask for a map of the cache, once."""
 
 
-Command = Join | Add | Abort | Look | Dismiss
+class Warm(msgspec.Struct, tag=True):
+    """Prepare for grammars: a request has come whose conversation may need one."""
+
+
+Command = Join | Add | Abort | Look | Warm | Dismiss
 
 
 class News(msgspec.Struct, omit_defaults=True):
@@ -256,7 +260,7 @@ _known = msgspec.msgpack.Decoder(Known, ext_hook=_config)
 _parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook=_config)
 
 
-def encode(message: Join | Abort | Look | Dismiss | News | Known) -> bytes:
+def encode(message: Join | Abort | Look | Warm | Dismiss | News | Known) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
 

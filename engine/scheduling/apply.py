@@ -231,13 +231,17 @@ def _token_logprobs(group: SequenceGroup, answer: Answer, row: int, column: int)
     if number is None:
         return None
     result = answer.result
-    return _entry(
+    entry = _entry(
         int(result.tokens[row, column]),
         float(result.logprobs[row, column]),
         int(result.ranks[row, column]),
         result.top_ids[row, :number],
         result.top_logprobs[row, :number],
     )
+    if result.watched is not None:
+        for token, value in zip(group.request.decoding.logprob_token_ids, result.watched[row].tolist(), strict=False):
+            entry.setdefault(token, Logprob(value))
+    return entry
 
 
 def _stop_reason(group: SequenceGroup, token: int) -> int | None:

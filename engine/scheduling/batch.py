@@ -271,10 +271,21 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
         table=table,
         uniforms=_uniforms(rows, draws, places),
         edits=_edits(rows),
+        watched=_watched(rows),
         spans=spans,
         drafts=drafts,
         **_masks(rows),
     )
+
+
+def _watched(rows: Seq[Row]) -> Int32 | None:
+    listed = [row.group.request.decoding.logprob_token_ids for row in rows]
+    if not any(listed):
+        return None
+    watched = np.zeros((len(rows), max(map(len, listed))), dtype=np.int32)
+    for i, tokens in enumerate(listed):
+        watched[i, : len(tokens)] = tokens
+    return watched
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:

@@ -80,7 +80,11 @@ class BlockPool:
         self._hash_of: list[PageHash | None] = [None] * (num_blocks + 1)
         self._page_of: dict[PageHash, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        # Cached pages, oldest first, and how many pages had been taken when they became so: those that no prompt has
+        # found since they were written, and those that one has.
+        self._queues: tuple[OrderedDict[int, int], OrderedDict[int, int]] = OrderedDict(), OrderedDict()
+        self._was_found = bytearray(num_blocks + 1)
+        self._num_taken = 0
 
     @property
     def num_free(self) -> int:
@@ -90,33 +94,30 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Unreferenced pages whose content may be taken up again."""
-        return len(self._cached)
+        return len(self._queues[0]) + len(self._queues[1])
 
     @property
     def num_held(self) -> int:
         """Pages some table or pending copy refers to."""
-        return self.total - len(self._free) - len(self._cached)
+        return self.total - self.num_available
 
     @property
     def num_available(self) -> int:
         """Pages that can be reserved now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     def reserve(self, count: int) -> list[int] | None:
-        """Take count pages with one reference each, evicting the least recently used cached pages if
-        needed; None, and nothing changed, if there are not enough."""
+        """Take count pages with one reference each, evicting cached pages if needed (see `_evict`); None, and nothing
+        changed, if there are not enough."""
         if count > self.num_available:
             return None
         pages = []
         for _ in range(count):
-            if self._free:
-                page = self._free.pop()
-            else:
-                page, _ = self._cached.popitem(last=False)
-                self._forget(page)
+            page = self._free.pop() if self._free else self._evict()
             self._refs[page] = 1
             self._states[page] = HELD
             pages.append(page)
+        self._num_taken += count
         self.peak_held = max(self.peak_held, self.num_held)
         return pages
 
@@ -168,18 +169,20 @@ class BlockPool:
     def forget(self, hashes: Iterable[PageHash]) -> None:
         """Make these contents unfindable; unreferenced pages are free at once."""
         for page in [self._page_of[page_hash] for page_hash in hashes if page_hash in self._page_of]:
-            self._forget(page)
-            if page in self._cached:
-                del self._cached[page]
+            if self._states[page] == CACHED:
+                del self._queues[self._was_found[page]][page]
                 self._free.append(page)
                 self._states[page] = FREE
+            self._forget(page)
 
     def clear(self) -> bool:
         """Forget all contents; False, and nothing is forgotten, while pages are held."""
         if self.num_held:
             return False
-        self._free.extend(reversed(self._cached))
-        self._cached.clear()
+        for queue in self._queues:
+            self._free.extend(reversed(queue))
+            queue.clear()
+        self._was_found = bytearray(self.total + 1)
         self._page_of.clear()
         self._hash_of = [None] * (self.total + 1)
         self._states = bytearray(self.total + 1)
@@ -207,16 +210,17 @@ class BlockPool:
     def adopt(self, pages: Sequence[int]) -> list[int]:
         """Take one reference of each matched page, cached or held."""
         for page in filter(None, pages):
-            if self._refs[page] == 0 and self._pins[page] == 0:
-                del self._cached[page]
+            if self._states[page] == CACHED:
+                del self._queues[self._was_found[page]][page]
                 self._states[page] = HELD
+            self._was_found[page] = True
             self._refs[page] += 1
         self.peak_held = max(self.peak_held, self.num_held)
         return list(pages)
 
     def count_cached(self, pages: Iterable[int]) -> int:
         """How many of these pages are unreferenced, so that adopting them uses up available ones."""
-        return sum(1 for page in pages if page in self._cached)
+        return sum(1 for page in pages if self._states[page] == CACHED)
 
     def snapshot(self) -> NDArray[np.uint8]:
         """[total] FREE, CACHED or HELD for each page, the first being page 1; a copy, at the price of one."""
@@ -242,16 +246,17 @@ class BlockPool:
             wrong = [p for p in range(self.total + 1) if pins[p] != self._pins[p]]
             raise AssertionError(f"other pages are pinned than steps in flight copy from: {wrong[:10]}")
         held = [page for page in range(1, self.total + 1) if self._refs[page] or self._pins[page]]
-        states = sorted([*self._free, *self._cached, *held])
+        cached = [page for queue in self._queues for page in queue]
+        states = sorted([*self._free, *cached, *held])
         if states != list(range(1, self.total + 1)):
             raise AssertionError("free, held and cached pages do not add up to the pool")
-        for state, pages in ((FREE, self._free), (CACHED, list(self._cached))):
+        for state, pages in ((FREE, self._free), (CACHED, cached)):
             if sorted(pages) != [page for page in range(1, self.total + 1) if self._states[page] == state]:
                 raise AssertionError("the snapshot differs from the lists of free and cached pages")
         for page_hash, page in self._page_of.items():
             if self._hash_of[page] != page_hash:
                 raise AssertionError(f"page {page} is found under a hash it does not have")
-        if any(self._hash_of[page] is None for page in self._cached):
+        if any(self._hash_of[page] is None for page in cached):
             raise AssertionError("a cached page has no hash")
 
     def _release_if_unused(self, page: int) -> None:
@@ -261,13 +266,26 @@ class BlockPool:
             self._free.append(page)
             self._states[page] = FREE
         else:
-            self._cached[page] = None
+            self._queues[self._was_found[page]][page] = self._num_taken
             self._states[page] = CACHED
+
+    def _evict(self) -> int:
+        """Forget the cached page that was used least recently. A page that a prompt has found counts as used later than
+        it was: by as many reservations as a quarter of the pool has pages. So beginnings that many prompts share stay
+        longer than prompts that come once."""
+        once, again = self._queues
+        if not again or (once and next(iter(once.values())) <= next(iter(again.values())) + self.total // 4):
+            page, _ = once.popitem(last=False)
+        else:
+            page, _ = again.popitem(last=False)
+        self._forget(page)
+        return page
 
     def _forget(self, page: int) -> None:
         page_hash = self._hash_of[page]
         if page_hash is not None:
             del self._page_of[page_hash]
             self._hash_of[page] = None
+            self._was_found[page] = False
             if self.listener is not None:
                 self.listener.removed(page_hash)

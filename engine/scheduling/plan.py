@@ -38,6 +38,8 @@ class SamplingBatch:
         outweighed: [M] of each mask the token from which on tokens are weighed together
             (`engine.interface.constraints.Weighing`); -1 for a mask that says all. Empty: all do.
         fill: gives `masks`, where they are not there yet (`filled`); None: they are.
+        watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
+            fewer ends with zeros. None: there are none.
         spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
             None: each row has one.
         drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
@@ -53,6 +55,7 @@ class SamplingBatch:
     masked: Int32 = field(default_factory=lambda: _NO_ROWS)
     masks: Masks = field(default_factory=lambda: NO_MASKS)
     outweighed: Int32 = field(default_factory=lambda: _NO_ROWS)
+    watched: Int32 | None = None
     spans: Int32 | None = None
     drafts: Int32 | None = None
     version: int = field(default_factory=new_version)
@@ -307,6 +310,7 @@ class StepResult:
         logprobs: [S, C] under the model's own distribution.
         ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
         top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
+        watched: [S, W] log-probabilities of the batch's `watched` under the model's own distribution.
         accepted: [N] how many of each row's sampled tokens follow its sequence: those up to the first one that is
             not what was drafted, with that one. None: each row has one.
         prompt_logprobs: for the plan's prompt positions, in their order.
@@ -319,6 +323,7 @@ class StepResult:
     ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
+    watched: Float32 | None = None
     accepted: Int32 | None = None
     prompt_logprobs: TokenScores | None = None
     pooled: tuple[PooledRow, ...] = ()

@@ -298,7 +298,10 @@ class Scheduler:
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
         last = pooled if self._pools_last else []
-        self._plan_chunks(step, [group for group in chunked if group not in last])
+        first = [group for group in chunked if group not in last]
+        if first and not first[0].unchunked:
+            self._plan_short(step, first[0], first[1:])
+        self._plan_chunks(step, first)
         if not (step.preempted or self._drains):
             self._admit(step)
         if last and not self._has_other_work(step):
@@ -308,12 +311,34 @@ class Scheduler:
 
     def _plan_chunks(self, step: Step, groups: list[SequenceGroup]) -> None:
         for group in groups:
-            if group.status is Status.RUNNING and step.is_open:
+            if group not in step.rows and group.status is Status.RUNNING and step.is_open:
                 self._plan_group(step, group, group.work())
+
+    def _next_waiting(self, step: Step) -> SequenceGroup | None:
+        """The group that is admitted next; no input to pool where other work comes first and there is some."""
+        return self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
 
     def _has_other_work(self, step: Step) -> bool:
         """Something runs in the step that is no input to pool."""
         return any(group.request.pooling is None for group in step.rows)
+
+    def _plan_short(self, step: Step, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
+        """Give up to half of what is left to prompts that have at most half as much to compute as the oldest one, so
+        that a short turn of a conversation does not wait for a long prompt."""
+        most, priority = oldest.num_missing // 2, oldest.key[0]
+        with step.half():
+            for group in others:
+                is_short = not group.unchunked and group.key[0] == priority and group.num_missing <= most
+                if is_short and group.status is Status.RUNNING and step.is_open:
+                    self._plan_group(step, group, group.work())
+            while step.is_open and (group := self._next_waiting(step)) is not None:
+                plain = not group.unchunked and group.encoder_input is None and len(group.sequences) == 1
+                if not plain or group.key[0] > priority or self._tables.num_missing(group) > most:
+                    return
+                if step.preempted or self._drains or not self._can_admit(step, group):
+                    return
+                self._start(group)
+                self._plan_group(step, group, group.work())
 
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
@@ -406,10 +431,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in turn, as long as rows, budget and pages last."""
-        while step.is_open:
-            group = self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
-            if group is None:
-                return
+        while step.is_open and (group := self._next_waiting(step)) is not None:
             if not self._encoder_cache.may_start(step, group) or (group.unchunked and not step.can_read(group)):
                 return
             if self.in_flight.encodes(group.encoder_input):

@@ -371,6 +371,11 @@ class SequenceGroup:
             return [(first, self.fork_point - first.num_computed)]
         return [(s, s.tokens.size + s.num_pending - s.num_computed - s.num_in_flight) for s in self.sequences]
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens to schedule now."""
+        return sum([count for _, count in self.work()])
+
     def may_run_ahead(self, *, drafting: bool = False) -> bool:
         """Its next step can be planned although the answer of one in flight is not known. If it runs in that. Tokens
         can be drafted only where the last one is known."""

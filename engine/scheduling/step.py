@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.scheduling.block_pool import PageHash
@@ -81,6 +83,17 @@ class Step:
         self.left = max(work, self.limit.least)
         taken = sum(row.count for rows in self.rows.values() for row in rows)
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
+
+    @contextmanager
+    def half(self) -> Iterator[None]:
+        """Only half of what is left may be planned meanwhile. The next prompt after it counts as the step's first."""
+        budget, work = self.budget // 2, self.left / 2 if self.left < math.inf else 0.0
+        kept = self.budget - budget
+        self.budget, self.left = budget, self.left - work
+        try:
+            yield
+        finally:
+            self.budget, self.left, self.num_prompts = self.budget + kept, self.left + work, 0
 
     @property
     def is_open(self) -> bool:

@@ -48,6 +48,10 @@ class Tables:
         most = self._config.most_pages(len(group.sequences))  # those of hits included
         return min(pages + self._pool.count_cached(hits), most)
 
+    def num_missing(self, group: SequenceGroup) -> int:
+        """Tokens that a waiting group of one sequence has to compute."""
+        return group.sequences[0].num_tokens - len(self._match(group)) * self._config.block_size
+
     def adopt(self, group: SequenceGroup) -> None:
         """Give a group that begins the pages of the longest beginning that is known."""
         sequence, hits = group.sequences[0], self._match(group)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, OctavoError
 from engine.host.resident import give_back
 from engine.interface.constraints import Constraint
 from engine.interface.sampling_table import MaskRow, Masks
 from engine.interface.structured import StructuredOutputsParams
+from engine.text.gbnf import gbnf_to_lark, is_gbnf
 from engine.text.schemas import MOST_EXACT, narrow, overlapping, place_of, rounded_number
 from engine.text.tokenizer import Tokenizer
 from engine.text.vocabulary import Vocabulary
@@ -99,8 +99,11 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
         top = _add_lark(parts, "choice", f"start: {choices}")
     else:
         text = str(params.grammar)
-        if "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE):
-            raise _refused(params, "it is written in GBNF (::=); write it in Lark, whose rules are `name: ...`.")
+        if is_gbnf(text):
+            try:
+                text = gbnf_to_lark(text)
+            except ValueError as problem:
+                raise _refused(params, f"{problem}.") from problem
         top = _add_lark(parts, "lark", text)
     if params.around is not None:
         _add_lark(parts, "answer", f"start: @{top}")
@@ -416,6 +419,7 @@ class Grammars:
         self._load, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
         self._opens_texts, self._threads = opens_texts, threads
         self._ready: _Ready | None = None
+        self._warmed = False
         self._compiled: OrderedDict[StructuredOutputsParams, GrammarConstraint] = OrderedDict()
         self._pending: dict[StructuredOutputsParams, Future[GrammarConstraint]] = {}
         self._lock = threading.Lock()
@@ -442,11 +446,26 @@ class Grammars:
     def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
         """Compile a grammar in a thread; None where it is compiled already."""
         with self._lock:
-            if params in self._compiled:
-                return None
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
-            return self._worker.submit(self.get, params)
+            return None if params in self._compiled else self._thread().submit(self.get, params)
+
+    def warm(self) -> None:
+        """Prepare in a thread what all grammars share, unless that is done or has been tried."""
+        with self._lock:
+            if not self._warmed:
+                self._warmed = True
+                self._thread().submit(self._warm)
+
+    def _warm(self) -> None:
+        try:
+            if self._ready is None:
+                self._prepare(_llguidance())
+        except OctavoError as problem:  # which a request with a grammar is told
+            logger.debug("no grammars: %s", problem)
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
+        return self._worker
 
     def _compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
         library = _llguidance()

@@ -15,6 +15,7 @@ from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detoken
 from engine.text.encoding import Encoding, Side, encode_fast, encode_slow, encode_words
 from engine.text.languages import Languages
 from engine.text.plain import PlainTokenizer
+from engine.text.segments import Segmenter, cutting_tokens
 
 
 def _byte_characters() -> dict[str, int]:
@@ -146,6 +147,15 @@ class Tokenizer:
         """Added tokens whose ids are not below `size`, as texts write them."""
         added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
         return {token: added[token].content for token in sorted(added) if token >= size}
+
+    def segmenter(self) -> Segmenter:
+        """The object that cuts texts into segments whose ids, joined, are those of the whole text. It cuts in front of
+        the special tokens of chat templates."""
+        if self._fast is None or self._fast.encode_special_tokens:
+            return Segmenter(())
+        named = "\n".join(map(str, self.template_variables.values()))
+        wanted = f"{self.all_chat_templates}\n{named}"
+        return Segmenter(cutting_tokens(self._fast.get_added_tokens_decoder().values(), wanted))
 
     def save(self, path: Path) -> None:
         """Write what `encode` does, languages apart, as a tokenizer.json."""

@@ -83,7 +83,8 @@ class ChatPieces(PieceMaker[ChatPiece]):
     def _describe(self, token: int, entry: TokenLogprobs) -> ChatTokenLogprob:
         chosen = self._candidate(token, entry[token])
         ranked = sorted(entry.items(), key=lambda pair: -pair[1].logprob)
-        top = [pair for pair in ranked if pair[1].rank is not None and pair[1].rank <= (self.shape.logprobs or 0)]
+        most, listed = self.shape.logprobs or 0, self.shape.params.logprob_token_ids or ()
+        top = [pair for pair in ranked if pair[0] in listed or (pair[1].rank is not None and pair[1].rank <= most)]
         return ChatTokenLogprob(**chosen, top_logprobs=[self._candidate(*pair) for pair in top])
 
     def _candidate(self, token: int, item: Logprob) -> TopLogprob:

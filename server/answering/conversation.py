@@ -65,10 +65,12 @@ class ConversationRun(Run[ChatPiece, Choice]):
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
+        if self.tools is not None:  # a later turn may force a call
+            self.service.client.warm_grammars()
         truncation = self.truncation
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
-        prompt = await self.service.render(self.messages, room, self.rendering)
+        prompt = await self.service.render(self.messages, room, self.rendering, self.terms)
         if truncation is not None:
             prompt = replace(prompt, token_ids=truncation.ids(prompt.token_ids))
         final = self.messages[-1]["content"] if self.rendering.continue_final_message else None

@@ -37,6 +37,12 @@ def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return f"{_kind(info)}, and it writes no texts"
 
 
+def _generate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := _completions(info, tokenizer)) is not None:
+        return reason
+    return None if info.max_encoder_len is None else "it is an encoder-decoder model; send /v1/completions"
+
+
 def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if (reason := _completions(info, tokenizer)) is not None:
         return reason
@@ -118,6 +124,9 @@ def _translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
+    "/v1/decisions": _chat,
+    "/v1/systemone": _chat,
+    "/inference/v1/generate": _generate,
     "/v1/responses": _chat,
     "/v1/messages": _chat,
     "/v1/embeddings": _embeddings,

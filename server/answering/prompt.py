@@ -210,7 +210,7 @@ def count_beyond(
     Returns:
         None if the text may have no more; of one longer than `most_characters`, that and the tokens of so many.
     """
-    size, limit = min(LIKELY_CHARACTERS * tokens, _SLICE), most_characters(tokens)
+    size, limit = max(min(LIKELY_CHARACTERS * tokens, _SLICE), 2 * tokens), most_characters(tokens)
     if len(text) <= size:
         return None
     count = 0

@@ -18,6 +18,8 @@ from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.answering.formats import Formats
 from server.answering.prompt import Prompt, Room, encode_fitting, most_characters
+from server.answering.remembered import RememberedTokens
+from server.answering.terms import Terms
 from server.answering.tools import Tools
 from server.api.structure import check_value
 from server.api.template_fields import TemplateFields
@@ -124,6 +126,7 @@ class ChatRenderer:
         self._time_limit = time_limit
         self._workers = workers or shared_workers()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._remembered: RememberedTokens | None = None
 
     async def prompt(
         self,
@@ -132,6 +135,7 @@ class ChatRenderer:
         room: Room,
         rendering: Rendering | None = None,
         formats: Formats | None = None,
+        terms: Terms | None = None,
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
@@ -140,6 +144,7 @@ class ChatRenderer:
 
         Args:
             formats: how the model writes calls, and whether a system message tells of the tools.
+            terms: of the request. Requests with the same salt share remembered tokens; None: nothing is remembered.
 
         Raises:
             ApiError: the template takes too much time or memory or knows no tools or documents, or the conversation is
@@ -170,8 +175,13 @@ class ChatRenderer:
             rendered = await self._render(conversation)
         if rendered.text is None:
             raise room.refusal_of_characters(rendered.length)
-        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-        return Prompt(await asyncio.to_thread(encode_fitting, encode, rendered.text, room), rendered.text)
+        if terms is None:
+            encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+            return Prompt(await asyncio.to_thread(encode_fitting, encode, rendered.text, room), rendered.text)
+        if self._remembered is None or self._remembered.tokenizer is not tokenizer:
+            self._remembered = RememberedTokens(tokenizer)
+        ids = await asyncio.to_thread(self._remembered.encode, rendered.text, room, terms.cache_salt)
+        return Prompt(ids, rendered.text)
 
     async def _render(self, conversation: Conversation) -> Rendered:
         try:

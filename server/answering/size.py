@@ -32,7 +32,8 @@ class AnswerSize:
     @property
     def bytes_per_token(self) -> int:
         """Bytes for each token of all answers to a prompt together."""
-        return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs))
+        listed = len(self.shape.params.logprob_token_ids or ()) * self.bytes_per_logprob
+        return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs) + listed)
 
     def most_tokens(self, settings: ServerSettings) -> int:
         """Tokens that each answer to one prompt may have."""

@@ -92,7 +92,7 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
         if self.max_completion_tokens is not None:
             SamplingParams(max_tokens=fields.get("max_tokens"))  # outweighed, but wrong is wrong
             fields["max_tokens"] = self.max_completion_tokens
-        if fields.pop("logprobs", False):
+        if fields.pop("logprobs", False) is not False:
             fields["logprobs"] = MAX_LOGPROBS if self.top_logprobs == -1 else self.top_logprobs or 0
         return fields
 

@@ -210,3 +210,47 @@ MESSAGE_STREAM = _events(
     'event: content_block_delta\ndata: {"type": "content_block_delta", "index": 0, ...}\n\n',
 )
 EXPOSITION: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}, "example": "octavo_engine_up 1.0\n"}}
+_DAMAGE = "The package arrived with a broken screen."
+DECISIONS: dict[str, Any] = {
+    "three": {
+        "summary": "A predicate, a choice and a score",
+        "value": {
+            "input": _DAMAGE,
+            "questions": [
+                {"type": "predicate", "instructions": "The screen is broken."},
+                {
+                    "type": "choice",
+                    "name": "department",
+                    "instructions": "Which department should handle this?",
+                    "choices": [{"value": "returns"}, {"value": "billing", "description": "invoices and payments"}],
+                },
+                {
+                    "type": "score",
+                    "instructions": "How bad is the damage?",
+                    "levels": [{"label": "none"}, {"label": "light"}, {"label": "total"}],
+                },
+            ],
+        },
+    },
+}
+SYSTEM_ONE: dict[str, Any] = {
+    "choice": {
+        "summary": "A choice",
+        "value": {
+            "state": {"message": _DAMAGE},
+            "questions": {
+                "team": {
+                    "type": "choice",
+                    "instructions": "Which team should handle this?",
+                    "criteria": {"returns": None, "billing": "invoices and payments"},
+                }
+            },
+        },
+    },
+}
+GENERATE: dict[str, Any] = {
+    "simple": {
+        "summary": "Continue token ids",
+        "value": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+    },
+}

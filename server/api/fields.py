@@ -16,6 +16,7 @@ from engine import (
     MAX_BREAKER_LENGTH,
     MAX_BREAKERS,
     MAX_LISTED_IDS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
     SamplingParams,
@@ -120,7 +121,6 @@ _PART_OF: dict[str, tuple[str, ...]] = {
 # What to send instead.
 _INSTEAD = {
     "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts prompt and answer whole.",
-    "grammar": "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark.",
     "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
     "or documents in front of the text.",
 }
@@ -278,6 +278,12 @@ _JSON_TYPES: dict[str, Any] = {
         _FIRST,
         at_most(MAX_LISTED_IDS, "strings"),
         WithJsonSchema({"type": "array", "maxItems": MAX_LISTED_IDS, "items": _STOP}),
+    ],
+    "logprob_token_ids": Annotated[
+        list[int],
+        _FIRST,
+        at_most(MAX_LOGPROB_TOKEN_IDS, "token ids"),
+        WithJsonSchema({"type": "array", "maxItems": MAX_LOGPROB_TOKEN_IDS, "items": _ID}),
     ],
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,

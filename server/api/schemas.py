@@ -133,6 +133,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
         names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names.difference(ELSEWHERE)}
         given |= {name: MAX_LOGPROBS for name in COUNTS_OF_LOGPROBS if given.get(name) == -1}
+        if given.get("logprob_token_ids") and given.get("logprobs") is None:
+            given["logprobs"] = 0
         structured = self.structured()
         if structured is not None:
             given["structured_outputs"] = structured

@@ -58,6 +58,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: str | None = Field(None, description="What this regular expression matches as a whole, in Rust's syntax.")
     structural_tag: Tags | None = Field(None, description="Free text in which triggers begin tags with JSON in them.")
+    around: str | None = Field(None, description="What may stand around that, in Lark, as /render writes it.")
     disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its parts.")
     whitespace_pattern: str | None = Field(None, description="The white space that JSON may have between two parts.")
     disable_additional_properties: Literal[False] | None = Field(None, description="Not supported: the schema says it.")
@@ -82,6 +83,7 @@ class StructuredBody(Body):
     guided_json: Schema | None = Field(None, description="structured_outputs.json by its older name.")
     guided_regex: str | None = Field(None, description="structured_outputs.regex by its older name.")
     json_schema: Schema | None = Field(None, description="structured_outputs.json by llama.cpp's name.")
+    grammar: str | None = Field(None, description="structured_outputs.grammar by llama.cpp's name; empty: none.")
 
     def structured(self) -> StructuredOutputsParams | None:
         """What the answer must look like, as the engine is told.
@@ -129,6 +131,8 @@ class StructuredBody(Body):
                 asked.append((name, {name.removeprefix("guided_"): value}))
         if self.json_schema is not None:
             asked.append(("json_schema", {"json": self.json_schema}))
+        if self.grammar:
+            asked.append(("grammar", {"grammar": self.grammar}))
         return asked
 
 

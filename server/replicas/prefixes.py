@@ -13,6 +13,9 @@ from hashlib import blake2b
 
 PIECE = 128  # bytes; about 30 tokens of English, two pages
 LONGEST = 256 * PIECE  # bytes of a prompt that are looked at
+# Claude Code's first system block, which the prompt leaves out (server.answering.message_input). It differs from
+# conversation to conversation, and so would every digest after it.
+_BILLING = re.compile(rb'"x-anthropic-billing-header:(?:[^"\\]|\\.)*"')
 _FIELDS = re.compile(rb'"(?:system|instructions|tools|messages|prompt|input)"\s*:')
 
 
@@ -27,8 +30,9 @@ def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
     if field is None:
         return []
     digest, digests = blake2b(tenant, digest_size=16), []
-    for start in range(field.start(), min(len(body), field.start() + LONGEST) - PIECE + 1, PIECE):
-        digest.update(body[start : start + PIECE])
+    prompt = _BILLING.sub(b"", body[field.start() : field.start() + LONGEST])
+    for start in range(0, len(prompt) - PIECE + 1, PIECE):
+        digest.update(prompt[start : start + PIECE])
         digests.append(digest.digest())
     return digests
 

@@ -44,11 +44,13 @@ async def create_chat_completion(
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/chat/completions")
-    return await _ChatRun.of(body, service, arrival).respond(request)
+    return await ChatRun.of(body, service, arrival).respond(request)
 
 
 @dataclass(slots=True)
-class _ChatRun(ConversationRun[ChatChoice]):
+class ChatRun(ConversationRun[ChatChoice]):
+    """A conversation, answered in OpenAI's shape."""
+
     id_prefix = "chatcmpl-"
     told: PromptFields = field(default_factory=PromptFields)  # of the prompt
 

@@ -15,6 +15,7 @@ from server.tracing.request import RequestTrace
 TRACED = frozenset(
     {
         "/v1/completions", "/completions", "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages",
+        "/v1/decisions", "/v1/systemone", "/inference/v1/generate",
         "/v1/embeddings", "/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
         "/v1/classify", "/classify", "/v1/answer", "/answer", "/v1/entities", "/entities", "/v1/fill-mask",
         "/fill-mask", "/translate", "/v1/audio/transcriptions", "/v1/audio/translations", "/v2/embed", "/embed",

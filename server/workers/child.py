@@ -6,6 +6,7 @@ shares nearly all of its memory.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -16,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from engine import StructuredOutputsParams
+from engine import InvalidRequestError, StructuredOutputsParams
 from engine.host.resident import give_back_code
 from engine.text.conversations import load_renderer
 from server.workers.configs import find_config
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
-from server.workers.grammars import try_grammar
+from server.workers.grammars import load_trial, try_grammar
 from server.workers.images import Picture, load_decoders, read_picture
 from server.workers.sound import SoundPart, decode
 from server.workers.templates import Conversation, render
@@ -48,6 +49,8 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
     load_decoders()
     load_renderer()
+    with contextlib.suppress(InvalidRequestError):  # llguidance is not installed
+        load_trial()
     give_back_code()
     gc.freeze()
     control = socket.socket(fileno=os.dup(0))

@@ -14,9 +14,10 @@ def try_grammar(params: StructuredOutputsParams) -> None:
     Raises:
         ValueError: it cannot be used; why.
     """
-    _trial().check(params)
+    load_trial().check(params)
 
 
 @functools.cache
-def _trial() -> Trial:
+def load_trial() -> Trial:
+    """What compiles. It takes longer to load than most grammars to compile."""
     return Trial()

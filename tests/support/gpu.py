@@ -65,7 +65,8 @@ class Variant:
         multiples: integers that are multiples of 16 at the launch; pointers are, all of them. Triton compiles other
             code for those, which takes more shared memory.
         num_warps, num_stages: as at the launch.
-        capabilities: what it is compiled for.
+        capabilities: what it is compiled for: the oldest and the newest, between which code without products of
+            matrices hardly differs.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Variant:
     multiples: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
-    capabilities: tuple[int, ...] = (80, 90, 100)
+    capabilities: tuple[int, ...] = (80, 100)
 
 
 @dataclass(frozen=True, kw_only=True)

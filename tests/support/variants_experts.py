@@ -101,7 +101,8 @@ def others() -> list[Variant]:
     ]
 
 
-VARIANTS = [variant for capability in (80, 90, 100) for variant in products(capability)] + others()
+# Each step for the oldest; the smallest and the largest tiles for the others, and the steps between them by turns.
+VARIANTS = [*products(80), *products(90, steps=(1, 128, 8192)), *products(100, steps=(1, 64, 512, 8192)), *others()]
 # Where shared memory is least: the largest tiles.
 VARIANTS += [variant for variant in products(120) if variant.constants["TOKENS"] == 128]
 # Of few bits: the smallest tiles, and the largest.

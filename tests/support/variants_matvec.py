@@ -42,7 +42,7 @@ def _product(
         | {"STAGES": STAGES, "EARLY": early}
         | {p: None for p in pointers if p not in there and p != "out"},
         num_warps=how.warps,
-        capabilities=(90, 100) if early else (80, 100) if bits else (80, 90, 100),
+        capabilities=(90, 100) if early else (80, 100),
     )
 
 

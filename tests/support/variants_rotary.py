@@ -41,7 +41,7 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
         | {**dict.fromkeys(integers, "i32"), "eps": "fp32"},
         constants={**dict.fromkeys(absent, None), **size, **how, "HEADS": 8, **flags},
         multiples=("turning_stride", "values_stride"),
-        capabilities=(90, 100) if flags.get("EARLY") else (80, 90, 100),
+        capabilities=(90, 100) if flags.get("EARLY") else (80, 100),
     )
 
 

@@ -45,7 +45,7 @@ def _variant(
     kernel: Any,
     num_warps: int,
     types: dict[str, str] | None = None,
-    capabilities: tuple[int, ...] = (80, 90, 100),
+    capabilities: tuple[int, ...] = (80, 100),
     **constants: Any,
 ) -> Variant:
     """A kernel with the types that its arguments' names stand for."""

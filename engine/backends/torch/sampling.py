@@ -54,6 +54,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
         ranks=ranks,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        watched=None if batch.watched is None else _numpy(own.gather(1, _index(batch.watched, logits))),
     )
 
 

@@ -1,0 +1,203 @@
+"""Questions about one input, answered by the log-probabilities of labels.
+
+Each question is a prompt of its own that ends where the reply begins. All share the input's cached pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine import SamplingParams
+from engine.text.processor import Tokenizer
+from server.admission import estimate_tokens
+from server.answering.answer import Run
+from server.answering.completion import CompletionPieces, join
+from server.answering.events import Events
+from server.answering.generation import BYTES_PER_LOGPROB
+from server.answering.pieces import PieceMaker, Shape
+from server.answering.prompt import Prompt, Room, encode_fitting
+from server.answering.rendering import Rendering
+from server.api.schemas import CompletionChoice, CompletionRequest, ServedBody, Usage
+from server.errors import ApiError
+
+LETTERS = tuple(string.ascii_uppercase)
+_SPLIT = f"<{uuid.uuid4().hex}>"  # stands for the question where the conversation is rendered
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question as the model reads it.
+
+    Attributes:
+        instructions: what is asked.
+        lines: what each label stands for.
+        labels: the replies that count, each one token.
+        reply: tells the model to answer by a label; ends with a full stop.
+    """
+
+    instructions: str
+    lines: tuple[str, ...]
+    labels: tuple[str, ...]
+    reply: str = "Reply with the letter of one option."
+
+    @property
+    def text(self) -> str:
+        """The question's part of the prompt."""
+        options = (f"{label}: {line}" if line else label for label, line in zip(self.labels, self.lines, strict=True))
+        asked = [f"Question: {self.instructions}"] if self.instructions else []
+        return "\n".join([*asked, *options, self.reply])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The model's answer to a question.
+
+    Attributes:
+        shares: the probability of each label among the labels.
+        mass: of all labels over the whole vocabulary.
+        is_label: the most probable token is a label.
+    """
+
+    shares: list[float]
+    mass: float
+    is_label: bool
+
+    @property
+    def best(self) -> int:
+        """The number of the likeliest label."""
+        return self.shares.index(max(self.shares))
+
+    @property
+    def confidence(self) -> float:
+        """The likeliest label's probability over the whole vocabulary."""
+        return self.shares[self.best] * self.mass
+
+
+def described(name: str, description: str | None) -> str:
+    """What a label stands for."""
+    return f"{name} - {description}" if description else name
+
+
+@dataclass(slots=True)
+class DecisionRun(Run[CompletionChoice, CompletionChoice]):
+    """Asks all questions at once.
+
+    Attributes:
+        given: the request, in the endpoint's shape.
+        state: what the questions are about.
+        questions: at least one.
+        answer: makes the response of readings, the usage and this run.
+        instructions: a system message, or None.
+        variables: further ones for the template.
+        param: the field that holds the state.
+    """
+
+    id_prefix = "decision-"
+    bytes_per_logprob = BYTES_PER_LOGPROB
+    given: ServedBody = field(kw_only=True)
+    state: str = field(kw_only=True)
+    questions: Sequence[Question] = field(kw_only=True)
+    answer: Callable[[Sequence[Reading], Usage, DecisionRun], BaseModel] = field(kw_only=True)
+    instructions: str | None = field(default=None, kw_only=True)
+    variables: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    param: str = field(default="input", kw_only=True)
+    ids: dict[str, int] = field(default_factory=dict)  # of labels
+
+    @staticmethod
+    def request(given: ServedBody) -> tuple[CompletionRequest, Shape]:
+        """The request for completions that asks the same, and the shape of its choices."""
+        terms = {name: getattr(given, name) for name in ServedBody.model_fields}
+        params = SamplingParams(max_tokens=1, temperature=0.0, num_beams=1, logprobs=0, ignore_eos=True)
+        return CompletionRequest(prompt="-", **terms), Shape(params=params, n=1, logprobs=0, tokens_as_ids=True)
+
+    def size(self) -> tuple[int, int]:
+        most, state = self.service.client.info.max_model_len, estimate_tokens(self.state)
+        tokens = sum(min(state + estimate_tokens(question.text), most) for question in self.questions)
+        return len(self.questions), tokens
+
+    async def prompts(self) -> list[Prompt]:
+        room = Room(self.service.client.info.max_model_len, self.param)
+        messages = [{"role": "user", "content": f"{self.state}\n\n{_SPLIT}"}]
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        rendering = Rendering(variables={"enable_thinking": False} | dict(self.variables))
+        rendered = await self.service.render(messages, room, rendering)
+        before, *after = (rendered.text or "").split(_SPLIT)
+        tokenizer = self.service.tokenizer
+        if len(after) != 1 or tokenizer is None:
+            message = "The model's chat template does not show the question once, so that it cannot be asked."
+            raise ApiError(400, message, param=self.param, code="invalid_messages")
+        return await asyncio.to_thread(self._encode, tokenizer, before, after[0], room)
+
+    def _encode(self, tokenizer: Tokenizer, before: str, after: str, room: Room) -> list[Prompt]:
+        labels = dict.fromkeys(label for question in self.questions for label in question.labels)
+        self.ids = label_ids(tokenizer, f".{after}", labels)
+        params = replace(self.shape.params, logprob_token_ids=[*self.ids.values()])
+        self.shape = replace(self.shape, params=params)
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        texts = [f"{before}{question.text}{after}" for question in self.questions]
+        return [Prompt(encode_fitting(encode, text, room), text) for text in texts]
+
+    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
+        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
+
+    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
+        return join(pieces)
+
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
+        readings = [self._read(*pair) for pair in zip(self.questions, choices, strict=True)]
+        return self.answer(readings, usage, self)
+
+    def _read(self, question: Question, choice: CompletionChoice) -> Reading:
+        assert choice.logprobs is not None
+        top, (token,) = choice.logprobs.top_logprobs[0] or {}, choice.logprobs.tokens
+        names = [f"token_id:{self.ids[label]}" for label in question.labels]
+        values = [top[name] for name in names]
+        weights = [math.exp(value - max(values)) for value in values]
+        return Reading(
+            shares=[weight / math.fsum(weights) for weight in weights],
+            mass=math.fsum(map(math.exp, values)),
+            is_label=token in names,
+        )
+
+    def events(self, maker: PieceMaker[CompletionChoice]) -> Events[CompletionChoice]:
+        raise NotImplementedError("decisions are not streamed")
+
+    def ignored_fields(self) -> list[str]:
+        return self.given.ignored_fields()
+
+    def public_name(self, param: str | None) -> str | None:
+        return self.param if param == "prompt" else param
+
+
+def label_ids(tokenizer: Tokenizer, context: str, labels: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
+    """The token of each label after the prompt.
+
+    Args:
+        context: what the prompt ends with.
+
+    Raises:
+        ApiError: a label is not one token of its own there.
+    """
+    base, found = tokenizer.encode(context, add_special_tokens=False), dict[str, int]()
+    for label in labels:
+        ids = tokenizer.encode(context + label, add_special_tokens=False)
+        if ids[:-1] != base or ids[-1] in found.values():
+            message = (
+                f"This model's tokenizer does not write the label {label!r} as one token of its own, so that its "
+                "probability is not known. Ask by another type of question."
+            )
+            raise ApiError(400, message, param="questions", code="unsupported_parameter")
+        found[label] = ids[-1]
+    return found

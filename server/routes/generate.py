@@ -1,0 +1,217 @@
+"""vLLM's routes that split a request in two: /render makes token ids, /inference/v1/generate continues them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel
+
+from engine import SamplingParams, chat_max_tokens
+from server.answering.answer import Run, encode_prompts, estimate_size
+from server.answering.completion import CompletionPieces, join
+from server.answering.endpoints import require
+from server.answering.events import Chunks, Extra
+from server.answering.generation import BYTES_PER_LOGPROB
+from server.answering.pieces import PieceMaker
+from server.answering.prompt import Prompt
+from server.answering.size import AnswerSize
+from server.api import examples
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.fields import ignored_header
+from server.api.generate_schemas import (
+    GenerateChoice,
+    GenerateRequest,
+    GenerateResponse,
+    RenderedRequest,
+    TokenLogprob,
+    TokenLogprobContent,
+    TokenLogprobs,
+)
+from server.api.parameters import shape_of
+from server.api.reading import StrictJsonRoute
+from server.api.schemas import CompletionChoice, CompletionRequest, GenerationBody, Usage
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES
+from server.routes.chat import ChatRun
+from server.routes.completions import CompletionRun
+
+router = APIRouter(route_class=StrictJsonRoute)
+rendering = APIRouter(route_class=StrictJsonRoute)
+
+
+@rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Prompts to token ids, for another server")
+async def render_completion(
+    body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
+    response: Response,
+    service: ServiceDep,
+) -> list[RenderedRequest]:
+    """A body for /inference/v1/generate for each prompt."""
+    service.check_model(body.model)
+    require(service, "/inference/v1/generate")
+    run = CompletionRun(service, body, shape_of(body, service), time.monotonic(), decoder=None)
+    return await _rendered(run, "cmpl-", response)
+
+
+@rendering.post(
+    "/v1/chat/completions/render", responses=ERROR_RESPONSES, summary="Messages to token ids, for another server"
+)
+async def render_chat(
+    body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)],
+    response: Response,
+    service: ServiceDep,
+) -> RenderedRequest:
+    """A body for /inference/v1/generate."""
+    service.check_model(body.model)
+    require(service, "/v1/chat/completions")
+    (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", response)
+    return made
+
+
+async def _rendered(run: CompletionRun | ChatRun, prefix: str, response: Response) -> list[RenderedRequest]:
+    body, service = run.body, run.service
+    response.headers.update(ignored_header(run.ignored_fields()))
+    with await service.tokenizing.admit(*run.size()):
+        prompts = await run.prompts()
+    params, base = _given(run.shape.params), f"{prefix}{uuid.uuid4().hex}"
+    options = body.stream_options
+    return [
+        RenderedRequest(
+            request_id=base if len(prompts) == 1 else f"{base}-{place}",
+            token_ids=prompt.token_ids,
+            sampling_params=params,
+            model=service.model_id,
+            stream=bool(body.stream),
+            stream_options=None if options is None else options.model_dump(exclude_none=True),
+            return_token_ids=body.return_token_ids,
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def _given(params: Any) -> dict[str, Any]:
+    """What of the parameters is not the default, as JSON."""
+    found = {}
+    for each in dataclasses.fields(params):
+        value = getattr(params, each.name)
+        if value is not None and value != each.default:
+            found[each.name] = _given(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+@router.post(
+    "/inference/v1/generate",
+    response_model=GenerateResponse,
+    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    summary="Continue token ids by token ids",
+)
+async def generate(
+    body: Annotated[GenerateRequest, Body(openapi_examples=examples.GENERATE)], request: Request, service: ServiceDep
+) -> Response:
+    """vLLM's route for prompts that are tokenised elsewhere, at once or as a stream."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/inference/v1/generate")
+    body.refuse_unsupported()
+    terms = ("stream", "stream_options", "cache_salt", "priority", "request_timeout")
+    asked = body.sampling_params.model_copy(update={name: getattr(body, name) for name in terms})
+    shape = replace(shape_of(asked, service), return_token_ids=True, tokens_as_ids=True)
+    return await _GenerateRun(service, asked, shape, arrival, given=body).respond(request)
+
+
+@dataclass(slots=True)
+class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
+    id_prefix = "generate-"
+    bytes_per_logprob = BYTES_PER_LOGPROB
+    body: GenerationBody
+    given: GenerateRequest = field(kw_only=True)
+
+    def size(self) -> tuple[int, int]:
+        return 1, estimate_size([self.given.token_ids], self.service.client.info.max_model_len)
+
+    async def prompts(self) -> list[Prompt]:
+        prompts = await encode_prompts(self.service, [self.given.token_ids], "token_ids", truncation=self.truncation)
+        self.shape = replace(self.shape, params=self._limited(self.shape.params, len(prompts[0].token_ids)))
+        return prompts
+
+    def _limited(self, params: SamplingParams, length: int) -> SamplingParams:
+        """With as many tokens as there is room for, if the request does not say how many."""
+        if params.max_tokens is not None:
+            return params
+        info: Any = self.service.client.info
+        limit = chat_max_tokens(params, info, length)
+        if limit is not None and self.keeps_answer:
+            size = AnswerSize(self.shape, self.bytes_per_logprob, info)
+            limit = min(limit, size.most_tokens(self.service.settings))
+        return replace(params, max_tokens=limit)
+
+    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
+        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
+
+    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
+        return join(pieces)
+
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
+        return self._chunk(choices, {"usage": usage})
+
+    def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:
+        return Chunks(maker, self._chunk, self.body.stream_options)
+
+    def _chunk(self, pieces: Sequence[CompletionChoice], extra: Extra) -> GenerateResponse:
+        told = {"usage": extra["usage"]} if "usage" in extra else {}
+        first = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids is not None), None)
+        if self.given.return_token_ids and first is not None:
+            told["prompt_token_ids"] = first
+        return GenerateResponse(
+            request_id=self.given.request_id or self.request_id,
+            model=self.service.model_id,
+            created=self.created,
+            output_mode=self.given.output_mode or "tokens",
+            choices=[self._choice(piece) for piece in pieces],
+            **told,
+        )
+
+    def _choice(self, piece: CompletionChoice) -> GenerateChoice:
+        text = {"text": piece.text} if self.given.output_mode == "text" else {}
+        return GenerateChoice(
+            index=piece.index,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            token_ids=piece.token_ids or [],
+            logprobs=_logprobs(piece),
+            **text,
+        )
+
+    def ignored_fields(self) -> list[str]:
+        return self.given.ignored_fields()
+
+    def public_name(self, param: str | None) -> str | None:
+        if param in (None, "prompt", "token_ids"):
+            return param and "token_ids"
+        return f"sampling_params.{param}"
+
+
+def _logprobs(piece: CompletionChoice) -> TokenLogprobs | None:
+    if piece.logprobs is None:
+        return None
+    found = piece.logprobs
+    return TokenLogprobs(
+        content=[
+            TokenLogprobContent(
+                **_token(name, value or 0.0).model_dump(),
+                top_logprobs=[_token(*pair) for pair in (top or {}).items()],
+            )
+            for name, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+        ]
+    )
+
+
+def _token(name: str, logprob: float) -> TokenLogprob:
+    return TokenLogprob(token_id=int(name.removeprefix("token_id:")), logprob=logprob)

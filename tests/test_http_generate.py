@@ -1,0 +1,94 @@
+"""vLLM's /render and /inference/v1/generate: a request in two halves gives the answer of the whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_http_decisions import api, ask
+from test_http_terms import COMPLETIONS, Api, error
+
+__all__ = ["api"]
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+HOW: dict[str, Any] = {"max_tokens": 6, "temperature": 0.7, "seed": 5, "logprobs": 2, "stop": ["zz"]}
+
+
+def generate(api: Api, rendered: dict[str, Any], **more: Any) -> Any:
+    return ask(api, GENERATE, **{**rendered, **more})
+
+
+def test_completions_in_two_halves(api: Api) -> None:
+    prompts = ["the house of", "pages"]
+    whole = ask(api, COMPLETIONS, prompt=prompts, **HOW, return_token_ids=True, return_tokens_as_token_ids=True)
+    halves = ask(api, f"{COMPLETIONS}/render", prompt=prompts, **HOW, cache_salt="a", priority=3)
+    assert [half["cache_salt"] for half in halves] == ["a", "a"]
+    assert halves[0]["priority"] == 3
+    assert halves[0]["sampling_params"] == HOW
+    for half, choice in zip(halves, whole["choices"], strict=True):
+        assert half["token_ids"] == choice["prompt_token_ids"]
+        body = generate(api, half, output_mode="text", return_token_ids=True)
+        (made,) = body["choices"]
+        assert (made["token_ids"], made["text"]) == (choice["token_ids"], choice["text"])
+        assert made["finish_reason"] == choice["finish_reason"]
+        assert body["request_id"] == half["request_id"]
+        assert body["prompt_token_ids"] == half["token_ids"]
+        assert [entry["logprob"] for entry in made["logprobs"]["content"]] == choice["logprobs"]["token_logprobs"]
+        assert [entry["token_id"] for entry in made["logprobs"]["content"]] == made["token_ids"]
+        assert all(len(entry["top_logprobs"]) >= 2 for entry in made["logprobs"]["content"])
+        assert body["usage"]["completion_tokens"] == len(made["token_ids"])
+
+
+def test_chat_in_two_halves(api: Api) -> None:
+    asked = {
+        "messages": [{"role": "user", "content": "ab"}],
+        "temperature": 0,
+        "max_tokens": 5,
+        "guided_regex": "[a-f]+",
+    }
+    whole = ask(api, CHAT, **asked, return_token_ids=True)
+    half = ask(api, f"{CHAT}/render", **asked)
+    assert half["sampling_params"]["structured_outputs"] == {"regex": "[a-f]+"}
+    (made,) = generate(api, half)["choices"]
+    assert "text" not in made
+    assert made["token_ids"] == whole["choices"][0]["token_ids"]
+
+
+def test_a_stream_of_tokens(api: Api) -> None:
+    params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    whole = ask(api, GENERATE, token_ids=[5, 6], sampling_params=params)
+    options = {"include_usage": True}
+    call = api.post(GENERATE, token_ids=[5, 6], sampling_params=params, stream=True, stream_options=options)
+    lines = [line.removeprefix("data: ") for line in call.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    tokens = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+    assert tokens == whole["choices"][0]["token_ids"]
+    assert events[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_without_max_tokens_the_context_is_the_limit(api: Api) -> None:
+    body = ask(api, GENERATE, token_ids=[5, 6], sampling_params={"temperature": 0, "ignore_eos": True})
+    most = api.client.info.max_model_len
+    assert len(body["choices"][0]["token_ids"]) == most - 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"token_ids": [1] * 5000}, "token_ids"),
+        ({"token_ids": [1], "sampling_params": {"top_p": 3}}, "top_p"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": "x"}}, "sampling_params"),
+        ({"token_ids": [1], "features": {}}, "features"),
+        ({"token_ids": [1], "output_mode": "derender"}, "output_mode"),
+    ],
+)
+def test_what_is_refused(api: Api, body: dict[str, Any], param: str) -> None:
+    assert error(api.post(GENERATE, **body), 400)["param"] == param
+
+
+def test_unknown_sampling_parameters_are_named(api: Api) -> None:
+    call = api.post(GENERATE, token_ids=[5], sampling_params={"max_tokens": 1, "output_kind": 2})
+    assert call.headers["x-octavo-ignored-fields"] == "sampling_params.output_kind"
