@@ -327,10 +327,10 @@ class Scheduler:
         that a short turn of a conversation does not wait for a long prompt."""
         most, priority = oldest.num_missing // 2, oldest.key[0]
         with step.half():
-            for group in others:
-                is_short = not group.unchunked and group.key[0] == priority and group.num_missing <= most
-                if is_short and group.status is Status.RUNNING and step.is_open:
-                    self._plan_group(step, group, group.work())
+            for other in others:
+                is_short = not other.unchunked and other.key[0] == priority and other.num_missing <= most
+                if is_short and other.status is Status.RUNNING and step.is_open:
+                    self._plan_group(step, other, other.work())
             while step.is_open and (group := self._next_waiting(step)) is not None:
                 plain = not group.unchunked and group.encoder_input is None and len(group.sequences) == 1
                 if not plain or group.key[0] > priority or self._tables.num_missing(group) > most:

@@ -223,8 +223,10 @@ class PoolingRecord(RequestRecord):
         times = PromptTimes(self.arrival, num_tokens, 0)
         self._times.append(times)
         if self.log_prompts and len(self._prompts) < _SHOWN_INPUTS:
-            is_image = isinstance(source, PixelInput)
-            self._prompts.append(Prompt([], "[image]") if is_image else Prompt(list(source.token_ids), source.text))
+            if isinstance(source, TokenInput):
+                self._prompts.append(Prompt(list(source.token_ids), source.text))
+            else:
+                self._prompts.append(Prompt([], "[image]"))
         return times
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
