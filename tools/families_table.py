@@ -48,7 +48,7 @@ COMMAND = "python3 tools/setup.py docs"
 BEGIN = "<!-- families: written by `make docs` from the registry; do not edit by hand -->"
 END = "<!-- end of families -->"
 HEAD = """\
-| family | what it brings | architectures | serves |
+| family | features | architectures | serves |
 |---|---|---|---|
 """
 
@@ -57,12 +57,12 @@ MODES = {"greedy": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "
 # What else models are asked for.
 TASKS: dict[Task, str] = {
     "embed": "embeddings",
-    "classify": "classes",
-    "token_classify": "classes of tokens",
-    "answer": "answers to questions",
-    "fill_mask": "masked tokens",
-    "token_embed": "vectors of tokens",
-    "sparse_embed": "sparse vectors",
+    "classify": "classification",
+    "token_classify": "token classification",
+    "answer": "question answering",
+    "fill_mask": "fill-mask",
+    "token_embed": "token embeddings",
+    "sparse_embed": "sparse embeddings",
     "entities": "entities",
 }
 # Where transformers lists the classes of each kind.
@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
 # No family of its own: a head over an encoder of several, which its files name instead of an architecture.
 GLINER: dict[str, Any] = {
     "family": "GLiNER",
-    "brings": f"spans of words scored for labels that come with a request, over {', '.join(ENCODERS)}",
+    "brings": f"scores spans of words against the request's labels, over {', '.join(ENCODERS)}",
     "architectures": [KIND],
     "serves": [TASKS["entities"]],
 }

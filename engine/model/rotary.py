@@ -125,7 +125,7 @@ class RotaryTable(nn.Module):
         part, factor = self.part, attention_factor(self.part)
         frequencies = rotary_frequencies(part, length)
         self.cos[start : start + len(positions), part.dim :] = 1.0
-        for block in positions.split(_FILLED):
+        for block in torch.split(positions, _FILLED):
             rows = slice(start, start + len(block))
             angles = block.float()[:, None] * frequencies
             cos = angles.cos() * factor

@@ -308,11 +308,6 @@ def _identity(file: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _identity(file: Path) -> tuple[int, int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:

@@ -327,18 +327,18 @@ class Scheduler:
         that a short turn of a conversation does not wait for a long prompt."""
         most, priority = oldest.num_missing // 2, oldest.key[0]
         with step.half():
-            for other in others:
-                is_short = not other.unchunked and other.key[0] == priority and other.num_missing <= most
-                if is_short and other.status is Status.RUNNING and step.is_open:
-                    self._plan_group(step, other, other.work())
-            while step.is_open and (group := self._next_waiting(step)) is not None:
-                plain = not group.unchunked and group.encoder_input is None and len(group.sequences) == 1
-                if not plain or group.key[0] > priority or self._tables.num_missing(group) > most:
+            for group in others:
+                is_short = not group.unchunked and group.key[0] == priority and group.num_missing <= most
+                if is_short and group.status is Status.RUNNING and step.is_open:
+                    self._plan_group(step, group, group.work())
+            while step.is_open and (waiting := self._next_waiting(step)) is not None:
+                plain = not waiting.unchunked and waiting.encoder_input is None and len(waiting.sequences) == 1
+                if not plain or waiting.key[0] > priority or self._tables.num_missing(waiting) > most:
                     return
-                if step.preempted or self._drains or not self._can_admit(step, group):
+                if step.preempted or self._drains or not self._can_admit(step, waiting):
                     return
-                self._start(group)
-                self._plan_group(step, group, group.work())
+                self._start(waiting)
+                self._plan_group(step, waiting, waiting.work())
 
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""

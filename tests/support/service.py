@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -14,6 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from httpx._transports import default as transports
+
+# Each `httpx.get` would read all root certificates, which takes 17 ms, and tests ask again and again.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 200  # seconds for what takes a moment: a machine may be busy with other things for long

@@ -94,7 +94,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="ALBERT",
     architectures=tuple(f"Albert{kind}" for kind in ("ForQuestionAnswering", *bert.KINDS)),
-    brings="BERT's encoder, whose layers are the same weights",
+    brings="BERT's encoder with one set of weights for all layers",
     spec=spec,
     weights=weights,
 )

@@ -65,7 +65,7 @@ FAMILY = Family(
     name="Apertus",
     architectures=("ApertusForCausalLM", "ApertusModel"),
     headless=("ApertusModel",),
-    brings="xIELU, whose slopes are learned, in a plain feed-forward network; norms of queries and keys",
+    brings="plain feed-forward network with xIELU (learned slopes), QK norms",
     spec=spec,
     weights=weights,
 )

@@ -40,7 +40,7 @@ FAMILY = Family(
     name="Arcee",
     architectures=("ArceeForCausalLM", "ArceeModel"),
     headless=("ArceeModel",),
-    brings="squared ReLU in a plain feed-forward network",
+    brings="plain feed-forward network with squared ReLU",
     spec=spec,
     weights=weights,
 )

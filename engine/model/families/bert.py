@@ -125,7 +125,7 @@ FAMILY = Family(
         "HF_ColBERT",
         *(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in ("ForQuestionAnswering", *KINDS)),
     ),
-    brings="encoder, learned positions, segments, tasks",
+    brings="encoder with learned positions and segments; ERNIE adds task embeddings",
     spec=spec,
     weights=weights,
 )

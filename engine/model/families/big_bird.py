@@ -107,7 +107,7 @@ FAMILY = Family(
     name="BigBird",
     architectures=("BigBirdForQuestionAnswering", *(f"BigBird{kind}" for kind in bert.KINDS)),
     headless=("BigBirdModel",),
-    brings="BERT's encoder for long texts: blocks near a token, the first and the last one",
+    brings="BERT's encoder for long texts: block-sparse attention",
     spec=spec,
     weights=weights,
 )

@@ -19,7 +19,7 @@ FAMILY = Family(
     name="Blenderbot",
     architectures=("BlenderbotForConditionalGeneration", "BlenderbotModel"),
     headless=("BlenderbotModel",),
-    brings="encoder and decoder that converse, norms before sublayers, learned positions",
+    brings="encoder and decoder for conversation, norms before sublayers, learned positions",
     spec=spec,
     weights=encoder_decoder.weights,
 )

@@ -26,7 +26,7 @@ FAMILY = Family(
     name="Blenderbot Small",
     architectures=("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallModel"),
     headless=("BlenderbotSmallModel",),
-    brings="encoder and decoder that converse, tokens normed before positions are added",
+    brings="encoder and decoder for conversation, normalised embeddings before positions",
     spec=spec,
     weights=encoder_decoder.weights,
 )

@@ -90,7 +90,7 @@ FAMILY = Family(
     name="BLOOM",
     architectures=("BloomForCausalLM", "BloomModel"),
     headless=("BloomModel",),
-    brings="ALiBi, norm of the embedding",
+    brings="ALiBi, normalised embeddings",
     spec=spec,
     weights=weights,
 )

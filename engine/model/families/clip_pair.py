@@ -92,7 +92,7 @@ FAMILY = Family(
     architectures=(
         "CLIPModel", "CLIPTextModel", "CLIPTextModelWithProjection", "CLIPVisionModel", "CLIPVisionModelWithProjection",
     ),
-    brings="texts and images in one space: two encoders in one model, vectors made by heads",
+    brings="text and image encoders with a common vector space",
     spec=spec,
     weights=weights,
 )  # fmt: skip

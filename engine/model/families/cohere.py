@@ -47,7 +47,7 @@ FAMILY = Family(
     name="Command R",
     architectures=("CohereForCausalLM", "CohereModel", "Cohere2ForCausalLM", "Cohere2Model"),
     headless=("CohereModel", "Cohere2Model"),
-    brings="parallel gated blocks, scaled logits; full layers without positions",
+    brings="parallel gated blocks, scaled logits; full-attention layers without positions",
     spec=spec,
     weights=weights,
 )

@@ -123,7 +123,7 @@ def _layer(target: str, source: str, block: Block, features: int) -> list[Entry]
 FAMILY = Family(
     name="ConvBERT",
     architectures=tuple(f"ConvBert{kind}" for kind in bert.KINDS if kind != "ForPreTraining"),
-    brings="BERT's encoder in which half of the heads are convolutions",
+    brings="BERT's encoder; half of the heads are convolutions",
     spec=spec,
     weights=weights,
 )

@@ -69,7 +69,7 @@ FAMILY = Family(
     name="CTRL",
     architectures=("CTRLLMHeadModel", "CTRLModel"),
     headless=("CTRLModel",),
-    brings="scaled embeddings with sinusoidal positions, ReLU, head bias",
+    brings="scaled embeddings with sinusoidal positions, ReLU, a bias in the head",
     spec=spec,
     weights=weights,
 )

@@ -93,7 +93,7 @@ FAMILY = Family(
     name="DBRX",
     architectures=("DbrxForCausalLM", "DbrxModel"),
     headless=("DbrxModel",),
-    brings="experts, clipped queries, keys and values, norms without biases",
+    brings="MoE, clipped queries, keys and values, norms without biases",
     spec=spec,
     weights=weights,
 )

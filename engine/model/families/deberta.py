@@ -92,7 +92,7 @@ FAMILY = Family(
     name="DeBERTa",
     architectures=tuple(f"Deberta{kind}" for kind in _KINDS),
     headless=("DebertaModel",),
-    brings="disentangled attention, queries, keys and values head by head",
+    brings="disentangled attention, queries, keys and values stored per head",
     spec=spec,
     weights=weights,
 )

@@ -269,7 +269,7 @@ FAMILY = Family(
         "DebertaV2ForTokenClassification",
     ),
     headless=("DebertaV2Model",),
-    brings="disentangled attention, a convolution beside a layer",
+    brings="disentangled attention, an optional convolution beside the first layer",
     spec=spec,
     weights=weights,
 )

@@ -159,7 +159,7 @@ FAMILY = Family(
     name="DeepSeek V2 and V3",
     architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model", "DeepseekV3ForCausalLM", "DeepseekV3Model"),
     headless=("DeepseekV2Model", "DeepseekV3Model"),
-    brings="attention over latents (MLA), of which pages hold one vector for each token; experts chosen within groups",
+    brings="latent attention (MLA) with one cached vector per token, MoE with expert groups",
     spec=spec,
     weights=weights,
 )

@@ -73,7 +73,7 @@ FAMILY = Family(
         "ElectraForTokenClassification",
         "ElectraModel",
     ),
-    brings="BERT's encoder over narrower vectors",
+    brings="BERT's encoder with narrower embeddings",
     spec=spec,
     weights=weights,
 )

@@ -40,7 +40,7 @@ FAMILY = Family(
     name="ERNIE 4.5 and Helium",
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model", "HeliumForCausalLM", "HeliumModel"),
     headless=("Ernie4_5Model", "HeliumModel"),
-    brings="rotary positions of neighbouring features in LLaMA's blocks",
+    brings="LLaMA's blocks with interleaved rotary positions",
     spec=spec,
     weights=decoder_table,
 )

@@ -110,7 +110,7 @@ FAMILY = Family(
     name="ERNIE 4.5 with experts",
     architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
     headless=("Ernie4_5_MoeModel",),
-    brings="experts chosen by probabilities with a correction, in some layers; one for every token",
+    brings="MoE in some layers, routed by corrected probabilities, with a shared expert",
     spec=spec,
     weights=weights,
 )

@@ -103,7 +103,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="ESM",
     architectures=tuple(f"Esm{kind}" for kind in roberta.KINDS),
-    brings="encoder of proteins, norms before sublayers, inputs scaled by their masks",
+    brings="encoder for proteins, norms before sublayers, embeddings scaled by the share of masks",
     spec=spec,
     weights=weights,
 )

@@ -43,7 +43,7 @@ FAMILY = Family(
     name="EXAONE 4",
     architectures=("Exaone4ForCausalLM", "Exaone4Model"),
     headless=("Exaone4Model",),
-    brings="norms after the sublayers and per head, layers without positions",
+    brings="norms after the sublayers, QK norms per head, layers without positions",
     spec=spec,
     weights=weights,
 )

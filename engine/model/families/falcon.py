@@ -127,7 +127,7 @@ FAMILY = Family(
     name="Falcon",
     architectures=("FalconForCausalLM", "FalconModel"),
     headless=("FalconModel",),
-    brings="multi-query attention, parallel blocks with one or two norms, rounded and scaled ALiBi",
+    brings="multi-query attention, parallel blocks with one or two norms, scaled ALiBi",
     spec=spec,
     weights=weights,
 )

@@ -30,7 +30,7 @@ def spec(config: Any) -> ModelSpec:
 FAMILY = Family(
     name="FSMT",
     architectures=("FSMTForConditionalGeneration",),
-    brings="Marian's blocks, positions of M2M-100, a vocabulary for each language",
+    brings="Marian's blocks with M2M-100's positions, a vocabulary per language",
     spec=spec,
     weights=partial(encoder_decoder.weights, output="model.decoder.output_projection"),
 )

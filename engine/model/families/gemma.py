@@ -61,7 +61,7 @@ FAMILY = Family(
     name="Gemma",
     architectures=("GemmaForCausalLM", "GemmaModel", "VaultGemmaForCausalLM", "VaultGemmaModel"),
     headless=("GemmaModel", "VaultGemmaModel"),
-    brings="norms with weights around 0, a scaled embedding; Gemma 2's caps with norms before sublayers only",
+    brings="norms with weights around 0, scaled embeddings; VaultGemma: Gemma 2's windows and soft caps",
     spec=spec,
     weights=weights,
 )

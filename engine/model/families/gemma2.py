@@ -68,7 +68,7 @@ FAMILY = Family(
     name="Gemma 2",
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     headless=("Gemma2Model",),
-    brings="alternating windows, sandwich norms, soft caps, embedding scale",
+    brings="alternating sliding windows, sandwich norms, soft caps, scaled embeddings",
     spec=spec,
     weights=weights,
 )

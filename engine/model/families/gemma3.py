@@ -58,7 +58,7 @@ FAMILY = Family(
     name="Gemma 3 text",
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     headless=("Gemma3TextModel",),
-    brings="two rotary bases, per-head norms, windows in most layers",
+    brings="two rotary bases, QK norms per head, sliding windows in most layers",
     spec=spec,
     weights=gemma2.weights,
 )

@@ -63,7 +63,7 @@ FAMILY = Family(
     name="GLM-4",
     architectures=("GlmForCausalLM", "GlmModel", "Glm4ForCausalLM", "Glm4Model"),
     headless=("GlmModel", "Glm4Model"),
-    brings="partial rotary positions of neighbouring features, sandwich norms",
+    brings="partial and interleaved rotary positions, sandwich norms",
     spec=spec,
     weights=weights,
 )

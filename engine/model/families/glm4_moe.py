@@ -99,7 +99,7 @@ FAMILY = Family(
     name="GLM-4.5 and dots.llm1",
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel", "Dots1ForCausalLM", "Dots1Model"),
     headless=("Glm4MoeModel", "Dots1Model"),
-    brings="experts chosen by sigmoid scores with a correction, in groups; one for every token",
+    brings="MoE routed by corrected sigmoid scores, in groups, with a shared expert",
     spec=spec,
     weights=weights,
 )

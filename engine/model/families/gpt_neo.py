@@ -82,7 +82,7 @@ FAMILY = Family(
     name="GPT-Neo",
     architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
     headless=("GPTNeoModel",),
-    brings="learned positions, layers with a window between others, scores that are not scaled",
+    brings="learned positions, sliding windows in some layers, unscaled attention scores",
     spec=spec,
     weights=weights,
 )

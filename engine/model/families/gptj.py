@@ -85,7 +85,7 @@ FAMILY = Family(
     name="GPT-J and CodeGen",
     architectures=("GPTJForCausalLM", "GPTJModel", "CodeGenForCausalLM", "CodeGenModel"),
     headless=("GPTJModel", "CodeGenModel"),
-    brings="parallel blocks with one norm, partial and interleaved rotary positions, head bias",
+    brings="parallel blocks with one norm, partial and interleaved rotary positions, a bias in the head",
     spec=spec,
     weights=weights,
 )

@@ -81,7 +81,7 @@ FAMILY = Family(
         "GraniteMoeSharedModel",
     ),
     headless=("GraniteModel", "GraniteMoeModel", "GraniteMoeSharedModel"),
-    brings="scaled embeddings, scores, residuals and logits; experts, some for every token",
+    brings="scaled embeddings, scores, residuals and logits; MoE with optional shared experts",
     spec=spec,
     weights=weights,
 )

@@ -95,7 +95,7 @@ FAMILY = Family(
         "HunYuanMoEV1Model",
     ),
     headless=("HunYuanDenseV1Model", "HunYuanMoEV1Model"),
-    brings="queries and keys normalised after rotation; experts beside a network for every token",
+    brings="QK norms after rotation; MoE with a shared expert",
     spec=spec,
     weights=weights,
 )

@@ -91,7 +91,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="Jina v2",
     architectures=tuple(f"JinaBert{kind}" for kind in bert.KINDS if kind != "ForPreTraining"),
-    brings="BERT's encoder with ALiBi on either side, gated",
+    brings="BERT's encoder with symmetric ALiBi and gated feed-forward networks",
     spec=spec,
     weights=weights,
 )

@@ -38,7 +38,7 @@ FAMILY = Family(
         "LayoutLMForTokenClassification",
         "LayoutLMModel",
     ),
-    brings="BERT's encoder, and where on its page each token stands",
+    brings="BERT's encoder with the position of each token on its page",
     spec=spec,
     weights=weights,
 )

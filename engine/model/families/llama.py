@@ -28,7 +28,7 @@ FAMILY = Family(
     name="LLaMA",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     headless=("LlamaModel",),
-    brings="rotary positions, grouped queries, gated SiLU, RMS norms; every rope scaling",
+    brings="rotary positions with every RoPE scaling, grouped-query attention, gated SiLU, RMS norms",
     spec=spec,
     weights=decoder_table,
 )

@@ -115,7 +115,7 @@ FAMILY = Family(
     name="Llama 4",
     architectures=("Llama4ForCausalLM", "Llama4TextModel"),
     headless=("Llama4TextModel",),
-    brings="chunks, layers without positions whose queries grow with theirs, experts of scaled inputs",
+    brings="chunked attention, layers without positions whose queries are scaled by position, MoE with scaled inputs",
     spec=spec,
     weights=weights,
 )

@@ -83,7 +83,7 @@ FAMILY = Family(
     name="Longformer",
     architectures=tuple(f"Longformer{kind}" for kind in _KINDS),
     headless=("LongformerModel",),
-    brings="long texts: windows, global tokens with projections of their own",
+    brings="long texts: sliding windows, global tokens with their own projections",
     spec=spec,
     weights=weights,
 )

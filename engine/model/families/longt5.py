@@ -58,7 +58,7 @@ FAMILY = Family(
     name="LongT5",
     architectures=("LongT5ForConditionalGeneration", "LongT5Model"),
     headless=("LongT5Model",),
-    brings="T5 for long texts: windows in the encoder, sums of blocks that all tokens see",
+    brings="T5 for long texts: windows in the encoder, and sums of blocks that all tokens see",
     spec=spec,
     weights=weights,
 )

@@ -18,7 +18,7 @@ FAMILY = Family(
     name="M2M-100, NLLB, SMaLL-100",
     architectures=("M2M100ForConditionalGeneration", "M2M100Model"),
     headless=("M2M100Model",),
-    brings="encoder and decoder for 100 and 200 languages, norms before sublayers, sinusoidal positions",
+    brings="encoder and decoder for 100 to 200 languages, norms before sublayers, sinusoidal positions",
     spec=spec,
     weights=encoder_decoder.weights,
 )

@@ -57,7 +57,7 @@ FAMILY = Family(
     name="MiniMax-M2",
     architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
     headless=("MiniMaxM2Model",),
-    brings="whole-projection norms, partial rotary positions, experts by corrected scores",
+    brings="QK norms over the whole projection, partial rotary positions, MoE with corrected scores",
     spec=spec,
     weights=weights,
 )

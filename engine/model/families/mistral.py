@@ -35,7 +35,7 @@ FAMILY = Family(
     name="Mistral and Ministral",
     architectures=("MistralForCausalLM", "MistralModel", "MinistralForCausalLM", "MinistralModel"),
     headless=("MistralModel", "MinistralModel"),
-    brings="sliding window, in all layers or in some",
+    brings="sliding windows in all layers or in some",
     spec=spec,
     weights=decoder_table,
 )

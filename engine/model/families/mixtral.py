@@ -55,7 +55,7 @@ FAMILY = Family(
     name="Mixtral",
     architectures=("MixtralForCausalLM", "MixtralModel"),
     headless=("MixtralModel",),
-    brings="experts, each token to the likeliest of them",
+    brings="MoE with top-k routing",
     spec=spec,
     weights=weights,
 )

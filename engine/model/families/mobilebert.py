@@ -176,7 +176,7 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
 FAMILY = Family(
     name="MobileBERT",
     architectures=tuple(f"MobileBert{kind}" for kind in bert.KINDS),
-    brings="layers within bottlenecks, vectors of three tokens, norms without statistics",
+    brings="bottleneck layers, embeddings from three neighbouring tokens, norms without statistics",
     spec=spec,
     weights=weights,
 )

@@ -186,7 +186,7 @@ FAMILY = Family(
         "ModernBertModel",
     ),
     headless=("ModernBertModel",),
-    brings="encoder, local and global attention with a rotary base each",
+    brings="encoder with local and global attention, each with its rotary base",
     spec=spec,
     weights=weights,
 )

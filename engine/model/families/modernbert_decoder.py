@@ -53,7 +53,7 @@ FAMILY = Family(
     name="ModernBERT-decoder",
     architectures=("ModernBertDecoderForCausalLM", "ModernBertDecoderModel"),
     headless=("ModernBertDecoderModel",),
-    brings="windows in most layers, a rotary base for each kind, a layer before the output matrix",
+    brings="sliding windows in most layers, separate rotary bases, a dense layer before the output matrix",
     spec=spec,
     weights=weights,
 )

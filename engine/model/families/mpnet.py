@@ -81,7 +81,7 @@ FAMILY = Family(
         "MPNetForTokenClassification",
         "MPNetModel",
     ),
-    brings="BERT's encoder without segments, relative buckets",
+    brings="BERT's encoder without segments, relative position buckets",
     spec=spec,
     weights=weights,
 )

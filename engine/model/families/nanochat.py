@@ -61,7 +61,7 @@ FAMILY = Family(
     name="nanochat",
     architectures=("NanoChatForCausalLM", "NanoChatModel"),
     headless=("NanoChatModel",),
-    brings="norms without weights, of the embedding and of rotated queries and keys, too; capped logits",
+    brings="norms without weights, also for embeddings, queries and keys; capped logits",
     spec=spec,
     weights=weights,
 )

@@ -54,7 +54,7 @@ FAMILY = Family(
     name="OLMo 2 and 3",
     architectures=("Olmo2ForCausalLM", "Olmo2Model", "Olmo3ForCausalLM", "Olmo3Model"),
     headless=("Olmo2Model", "Olmo3Model"),
-    brings="norms after the sublayers, whole-projection norms",
+    brings="norms after the sublayers, QK norms over the whole projection",
     spec=spec,
     weights=weights,
 )

@@ -61,7 +61,7 @@ FAMILY = Family(
     name="OLMoE",
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     headless=("OlmoeModel",),
-    brings="many small experts, whole-projection norms",
+    brings="MoE with many small experts, QK norms over the whole projection",
     spec=spec,
     weights=weights,
 )

@@ -71,7 +71,7 @@ FAMILY = Family(
     name="GPT",
     architectures=("OpenAIGPTLMHeadModel", "OpenAIGPTModel"),
     headless=("OpenAIGPTModel",),
-    brings="learned positions, norms after the sums",
+    brings="learned positions, norms after the residual",
     spec=spec,
     weights=weights,
 )

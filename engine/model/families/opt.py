@@ -93,7 +93,7 @@ FAMILY = Family(
     name="OPT",
     architectures=("OPTForCausalLM", "OPTModel"),
     headless=("OPTModel",),
-    brings="offset learned positions, ReLU, norms before or after, projected embeddings",
+    brings="learned positions with an offset, ReLU, norms before or after the sublayers, projected embeddings",
     spec=spec,
     weights=weights,
 )

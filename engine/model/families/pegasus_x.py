@@ -60,7 +60,7 @@ FAMILY = Family(
     name="PEGASUS-X",
     architectures=("PegasusXForConditionalGeneration", "PegasusXModel"),
     headless=("PegasusXModel",),
-    brings="PEGASUS for long texts: blocks, and vectors beside the tokens that all of them see",
+    brings="PEGASUS for long texts: blockwise attention, and global vectors that all tokens see",
     spec=spec,
     weights=weights,
 )

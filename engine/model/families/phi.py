@@ -71,7 +71,7 @@ FAMILY = Family(
     name="Phi",
     architectures=("PhiForCausalLM", "PhiModel"),
     headless=("PhiModel",),
-    brings="parallel blocks with one norm, partial rotary positions, head bias",
+    brings="parallel blocks with one norm, partial rotary positions, a bias in the head",
     spec=spec,
     weights=weights,
 )

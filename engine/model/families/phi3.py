@@ -41,7 +41,7 @@ FAMILY = Family(
     name="Phi-3",
     architectures=("Phi3ForCausalLM", "Phi3Model"),
     headless=("Phi3Model",),
-    brings="fused projections, partial rotation, longrope",
+    brings="fused projections, partial rotary positions, longrope",
     spec=spec,
     weights=weights,
 )

@@ -89,7 +89,7 @@ FAMILY = Family(
     name="Phi-3.5-MoE",
     architectures=("PhimoeForCausalLM", "PhimoeModel", "PhiMoEForCausalLM"),
     headless=("PhimoeModel",),
-    brings="experts chosen one after the other, layer norms",
+    brings="MoE with SparseMixer routing, layer norms",
     spec=spec,
     weights=weights,
 )

@@ -142,7 +142,7 @@ FAMILY = Family(
     name="ProphetNet",
     architectures=("ProphetNetForConditionalGeneration", "ProphetNetModel"),
     headless=("ProphetNetModel",),
-    brings="a stream of next tokens, which the head reads; each query brings its scores of distances",
+    brings="encoder and decoder, a second stream for the next token, relative positions computed from queries",
     spec=spec,
     weights=weights,
 )

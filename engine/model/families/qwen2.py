@@ -31,7 +31,7 @@ FAMILY = Family(
     name="Qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     headless=("Qwen2Model",),
-    brings="biases of queries, keys and values only; windows in the upper layers",
+    brings="biases only for queries, keys and values; optional sliding windows in the upper layers",
     spec=spec,
     weights=decoder_table,
 )

@@ -33,7 +33,7 @@ FAMILY = Family(
     name="Qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     headless=("Qwen3Model",),
-    brings="norms of queries and keys per head",
+    brings="QK norms per head",
     spec=spec,
     weights=decoder_table,
 )

@@ -113,7 +113,7 @@ FAMILY = Family(
     name="Qwen2-MoE and Qwen3-MoE",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel", "Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     headless=("Qwen2MoeModel", "Qwen3MoeModel"),
-    brings="many small experts, one for every token, layers without experts between them, per-head norms",
+    brings="MoE with many small experts and an optional shared expert, dense layers in between, QK norms per head",
     spec=spec,
     weights=weights,
 )

@@ -43,7 +43,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="RemBERT",
     architectures=tuple(f"RemBert{kind}" for kind in bert.KINDS if kind != "ForPreTraining"),
-    brings="BERT's encoder between vectors of other widths",
+    brings="BERT's encoder with different widths for input and output embeddings",
     spec=spec,
     weights=weights,
 )

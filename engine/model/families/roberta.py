@@ -81,7 +81,7 @@ FAMILY = Family(
         *(f"{name}ForQuestionAnswering" for name in ("Roberta", "XLMRoberta", "Camembert")),
         *(f"{name}{kind}" for name in ("Roberta", "XLMRoberta", "Camembert", "Data2VecText") for kind in KINDS),
     ),
-    brings="BERT's encoder, positions counted from the padding's on",
+    brings="BERT's encoder, positions counted from the padding id",
     spec=spec,
     weights=weights,
 )

@@ -52,7 +52,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="RoFormer",
     architectures=tuple(f"RoFormer{kind}" for kind in bert.KINDS if kind != "ForPreTraining"),
-    brings="BERT's encoder with rotary positions of neighbouring features",
+    brings="BERT's encoder with interleaved rotary positions",
     spec=spec,
     weights=weights,
 )

@@ -177,7 +177,7 @@ FAMILY = Family(
         *(f"{name}{kind}" for name in ("NomicBert", "JinaEmbeddingsV3", "Gte") for kind in _KINDS),
         "JinaEmbeddingsV3ForQuestionAnswering",
     ),
-    brings="BERT's encoder with rotary positions, gated or plain",
+    brings="BERT's encoder with rotary positions, gated or plain feed-forward network",
     spec=spec,
     weights=weights,
 )

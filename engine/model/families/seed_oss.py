@@ -27,7 +27,7 @@ FAMILY = Family(
     name="Seed-OSS",
     architectures=("SeedOssForCausalLM", "SeedOssModel"),
     headless=("SeedOssModel",),
-    brings="biases of queries, keys and values, and of the output, each by a setting",
+    brings="optional biases for queries, keys and values, and for the attention output",
     spec=spec,
     weights=decoder_table,
 )

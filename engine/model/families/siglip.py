@@ -94,7 +94,7 @@ def _image_entries(model: ModelSpec, target: str) -> tuple[Entry, ...]:
 FAMILY = Family(
     name="SigLIP",
     architectures=("SiglipModel", "SiglipTextModel", "SiglipVisionModel"),
-    brings="texts, padded to one length, and images in one space; an image pooled by a learned query",
+    brings="text and image encoders with a common vector space; padded texts, attention pooling for images",
     spec=spec,
     weights=weights,
 )

@@ -39,7 +39,7 @@ FAMILY = Family(
     name="SmolLM3",
     architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
     headless=("SmolLM3Model",),
-    brings="layers without positions between others",
+    brings="layers without positions between the others",
     spec=spec,
     weights=decoder_table,
 )

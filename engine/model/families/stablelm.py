@@ -65,7 +65,7 @@ FAMILY = Family(
     name="StableLM",
     architectures=("StableLmForCausalLM", "StableLmModel"),
     headless=("StableLmModel",),
-    brings="partly rotary heads, layer norms, parallel blocks on request",
+    brings="partial rotary positions, layer norms, optional parallel blocks",
     spec=spec,
     weights=weights,
 )

@@ -66,7 +66,7 @@ FAMILY = Family(
     name="Switch Transformers",
     architectures=("SwitchTransformersForConditionalGeneration", "SwitchTransformersModel"),
     headless=("SwitchTransformersModel",),
-    brings="encoder and decoder with experts of limited capacity, one for each token",
+    brings="encoder and decoder, MoE with limited capacity and one expert per token",
     spec=spec,
     weights=weights,
 )

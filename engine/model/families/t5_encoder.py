@@ -38,7 +38,7 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="T5's encoder",
     architectures=("T5EncoderModel", "MT5EncoderModel"),
-    brings="relative buckets, for vectors",
+    brings="T5's encoder alone, for embeddings",
     spec=spec,
     weights=weights,
 )

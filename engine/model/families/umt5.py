@@ -23,7 +23,7 @@ FAMILY = Family(
     name="UMT5",
     architectures=("UMT5ForConditionalGeneration", "UMT5Model"),
     headless=("UMT5Model",),
-    brings="encoder and decoder, relative buckets of each layer's own",
+    brings="encoder and decoder, relative position buckets per layer",
     spec=spec,
     weights=t5.weights,
 )

@@ -84,7 +84,7 @@ FAMILY = Family(
         "DeiTForImageClassification",
         "DeiTForImageClassificationWithTeacher",
     ),
-    brings="images as patches, with learned vectors before them: a class token, and DeiT's teacher, with a head each",
+    brings="image patches with a class token; DeiT adds a teacher's token and head",
     spec=spec,
     weights=weights,
 )

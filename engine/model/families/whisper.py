@@ -101,7 +101,7 @@ def _without_key_bias(entry: Entry) -> Entry:
 FAMILY = Family(
     name="Whisper",
     architectures=("WhisperForConditionalGeneration",),
-    brings="speech to text: an encoder of spectra with a convolutional stem",
+    brings="speech to text: an encoder for spectrograms with a convolutional stem",
     spec=spec,
     weights=weights,
 )

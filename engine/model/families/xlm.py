@@ -149,7 +149,7 @@ FAMILY = Family(
         "XLMModel",
         "XLMWithLMHeadModel",
     ),
-    brings="BERT's encoder without segments, heads of one matrix",
+    brings="BERT's encoder without segments, heads of a single matrix",
     spec=spec,
     weights=weights,
 )
