@@ -38,6 +38,7 @@ from engine.interface.outputs import (
     TokenLogprobs,
 )
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
+from engine.interface.reasoning import ReasoningBudget
 from engine.interface.request import (
     BIAS_RANGE,
     MAX_LOGPROB_TOKEN_IDS,
@@ -134,6 +135,7 @@ __all__ = [
     "Pooled",
     "PoolingMode",
     "PoolingParams",
+    "ReasoningBudget",
     "RequestDelta",
     "RequestFailedError",
     "RequestOutput",

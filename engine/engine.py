@@ -34,6 +34,7 @@ from engine.interface.inputs import (
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
+from engine.interface.reasoning import LimitedReasoning, check_no_beams
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.interface.speech import timed
 from engine.model.checkpoint import ConfigReader, read_config
@@ -234,6 +235,10 @@ class Engine:
                 param="num_beams",
             )
         decoding = self._catalogues.constrained(params, decoding)
+        if params.reasoning_budget is not None:
+            check_no_beams(decoding.num_beams)
+            limit = LimitedReasoning(params.reasoning_budget, self.info.vocab_size, decoding.constraint)
+            decoding = dataclasses.replace(decoding, constraint=limit)
         if params.timestamps:
             decoding = timed(decoding, self.info.speech, self.info.vocab_size)
         request = Request(

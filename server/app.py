@@ -48,6 +48,7 @@ from server.routes import (
     classify,
     cohere,
     completions,
+    conversations,
     decisions,
     embeddings,
     entities,
@@ -230,7 +231,16 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting, generate.rendering, translate.listing, text_embeddings.facts):
+    for router in (
+        responses.counting,
+        responses.stored,
+        conversations.router,
+        conversations.plain,
+        messages.counting,
+        generate.rendering,
+        translate.listing,
+        text_embeddings.facts,
+    ):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -254,14 +264,16 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
     )
     if settings.tool_prompt == "auto" and settings.tool_call_parser != NONE and templates and "tools" not in templates:
         formats = prompted(formats)
-    return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id, encode)
 
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:
     """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
-        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
         "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
         "/tokenize", "/detokenize",

@@ -44,6 +44,16 @@ class Cancellable(Protocol):
         """End it; it as far as it is."""
 
 
+class Followed(Protocol):
+    """An answer that is made whether its client stays or not; see `server.answering.background`."""
+
+    events: list[str]
+    done: bool
+
+    async def changed(self) -> None:
+        """Wait until there are further events, or there will be none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """The served model and the way to it.
@@ -58,6 +68,7 @@ class Service:
         live: what clients of the live feed are shown.
         response_store: keeps answers of /v1/responses; None where none are kept.
         running_responses: its streams, by their ids.
+        background: its answers that this process makes in the background, by their ids.
         drain: whether the service stops.
         memory: whether the process has too much.
         renderer: renders chat messages.
@@ -80,6 +91,7 @@ class Service:
     live: LiveFeed
     response_store: ResponseStore | None = None
     running_responses: dict[str, Cancellable] = field(default_factory=dict)
+    background: dict[str, Followed] = field(default_factory=dict)
     drain: Drain = field(default_factory=Drain)
     memory: MemoryGuard = field(default_factory=MemoryGuard)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)

@@ -7,11 +7,14 @@ the file is full, the tenant with the most loses its oldest first.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import glob
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,14 +24,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine import ConfigError, parse_bytes
+from server import conversation_store
 from server.config.settings import ServerSettings
+from server.conversation_store import Conversations
 
 logger = logging.getLogger("octavo.server")
 
 T = TypeVar("T")
 
 _APPLICATION = 0x4F637476  # SQLite's application_id of the file
-_VERSION = 1  # of its tables
+_VERSION = 2  # of its tables
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _RETRY = 0.01  # seconds between two attempts, where SQLite does not wait
 _PURGE_INTERVAL = 60.0  # seconds between looks for what is too old
@@ -45,20 +50,33 @@ CREATE TABLE IF NOT EXISTS responses (
     size INTEGER NOT NULL,
     frame TEXT NOT NULL,
     input TEXT NOT NULL,
-    output TEXT NOT NULL
+    output TEXT NOT NULL,
+    owner TEXT
 ) STRICT;
+CREATE TABLE IF NOT EXISTS events (
+    response INTEGER NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL, PRIMARY KEY (response, number)
+) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_tenant ON responses (tenant, number);
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS by_owner ON responses (owner) WHERE owner IS NOT NULL;
 CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS kept AFTER INSERT ON responses BEGIN
     INSERT INTO usage (tenant, size) VALUES (new.tenant, new.size)
     ON CONFLICT (tenant) DO UPDATE SET size = size + excluded.size;
 END;
+CREATE TRIGGER IF NOT EXISTS grown AFTER UPDATE OF size ON responses BEGIN
+    UPDATE usage SET size = size + new.size - old.size WHERE tenant = new.tenant;
+END;
 CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON responses BEGIN
+    DELETE FROM events WHERE response = old.number;
     UPDATE usage SET size = size - old.size WHERE tenant = old.tenant;
     DELETE FROM usage WHERE tenant = old.tenant AND size <= 0;
 END;
 """
+_INTERRUPTED = {
+    "code": "server_error",
+    "message": "The server stopped before the answer was complete; send the request again.",
+}
 _CHAIN = """
 WITH RECURSIVE turns (depth, previous, size, input, output) AS (
     SELECT 1, previous, length(input) + length(output), input, output FROM responses
@@ -69,6 +87,15 @@ WITH RECURSIVE turns (depth, previous, size, input, output) AS (
     WHERE r.tenant = :tenant AND r.created > :oldest AND depth < :turns AND turns.size <= :most
 )
 SELECT previous, size, input, output FROM turns ORDER BY depth
+"""
+
+
+_OLDEST = """
+SELECT * FROM (
+    SELECT 'responses', number, created AS age FROM responses WHERE id != :but {whose} ORDER BY number LIMIT 1
+) UNION ALL SELECT * FROM (
+    SELECT 'conversations', number, used FROM conversations WHERE id != :but {whose} ORDER BY used LIMIT 1
+) ORDER BY age LIMIT 1
 """
 
 
@@ -88,6 +115,10 @@ class HistoryError(Exception):
         self.missing = missing
 
 
+class _Made(msgspec.Struct):
+    background: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A stored answer, each part as JSON.
@@ -96,11 +127,18 @@ class Kept:
         frame: the answer without its output.
         input: the items that were sent with it, earlier turns not among them.
         output: the items of the answer.
+        ended: the answer is not being made any more.
     """
 
     frame: str
     input: str
     output: str
+    ended: bool = True
+
+    @property
+    def background(self) -> bool:
+        """It was made whether its client stayed or not."""
+        return bool(msgspec.json.decode(self.frame, type=_Made).background)
 
     def items(self) -> list[dict[str, Any]]:
         """The input's items."""
@@ -125,13 +163,16 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 
 class ResponseStore:
-    """Answers by id, those of each tenant apart.
+    """Answers by id, those of each tenant apart; and conversations.
 
     Args:
         path: of the file; made if it is not there, for this user alone.
         max_age: seconds that an answer is kept.
         max_size: bytes of all answers together.
         clock: seconds since 1970.
+
+    Attributes:
+        conversations: those of /v1/conversations, in the same file.
 
     Raises:
         ConfigError: the file cannot be opened, or something else made it.
@@ -145,8 +186,13 @@ class ResponseStore:
         self._max_size = max_size
         self._clock = clock
         self._logged = float("-inf")
+        self._presence = Presence(self._path)
+        self._making: set[str] = set()  # answers that this process is making
         self._has_remains = True  # text that was deleted may be in the write-ahead log, or in pages behind it
         self._database = self._open()
+        self.conversations = Conversations(
+            self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room, self._overwrite
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
     # ---------------------------------------------------------------- what is asked of it
@@ -161,6 +207,61 @@ class ResponseStore:
         """
         kept = Kept(frame=frame, input=input, output=output)
         await self._run(self._put, id_, tenant or "", previous, kept)
+
+    async def begin(
+        self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, events: Sequence[str]
+    ) -> None:
+        """Keep an answer that is being made. If this process ends before `update` says that the answer has ended, the
+        answer has failed.
+
+        Args:
+            events: the first events of its stream; none where there is no stream to resume.
+
+        Raises:
+            StoreError: it cannot be kept.
+        """
+        self._making.add(id_)
+        try:
+            kept = Kept(frame=frame, input=input, output="[]")
+            await self._run(self._begin, id_, tenant or "", previous, kept, events)
+        except BaseException:
+            self._making.discard(id_)
+            raise
+
+    async def update(
+        self,
+        id_: str,
+        tenant: str | None,
+        *,
+        frame: str | None = None,
+        output: str | None = None,
+        events: Sequence[str] = (),
+        first: int = 0,
+    ) -> bool:
+        """Keep the news of an answer that is being made; returns whether it is still there.
+
+        Args:
+            output: the items of the answer, which has ended.
+            events: further events of its stream.
+            first: the number of the first of them.
+
+        Raises:
+            StoreError: they cannot be kept. An answer that has ended has failed then.
+        """
+        try:
+            return await self._run(self._update, id_, tenant or "", frame, output, events, first)
+        finally:
+            if output is not None:
+                self._making.discard(id_)
+
+    async def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
+        """The events of an answer's stream behind one of this number, and whether they are the last; None where there
+        is no such answer, or no stream of it.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        return await self._run(self._events, id_, tenant or "", after)
 
     async def get(self, id_: str, tenant: str | None) -> Kept | None:
         """An answer of this tenant; None where there is none, or it is too old.
@@ -208,7 +309,7 @@ class ResponseStore:
         def guarded() -> T:
             try:
                 return work(*args)
-            except sqlite3.Error as problem:
+            except (sqlite3.Error, OSError) as problem:
                 raise StoreError(f"{self._path}: {problem}") from problem
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
@@ -254,11 +355,12 @@ class ResponseStore:
             database.execute(f"PRAGMA {setting}")
         if not num_tables:
             made = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_VERSION};"
-            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} {made} COMMIT;")
+            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} {conversation_store.TABLES} {made} COMMIT;")
 
     def _close(self) -> None:
         self._thread.shutdown()
         self._database.close()
+        self._presence.close()
 
     @contextmanager
     def _transaction(self) -> Any:
@@ -277,35 +379,135 @@ class ResponseStore:
         return self._clock() - self._max_age
 
     def _put(self, id_: str, tenant: str, previous: str | None, kept: Kept) -> None:
-        size = sum(len(text.encode()) for text in (kept.frame, kept.input, kept.output))
+        with self._transaction() as database:
+            self._insert(database, id_, tenant, previous, kept, owner=None)
+            self._has_remains |= self._purge(database) > 0
+            self._make_room(database, id_)
+
+    def _begin(self, id_: str, tenant: str, previous: str | None, kept: Kept, events: Sequence[str]) -> None:
+        with self._transaction() as database:
+            number = self._insert(database, id_, tenant, previous, kept, owner=self._presence.announce())
+            self._append(database, number, events, 0)
+            self._make_room(database, id_)
+
+    def _insert(
+        self, database: sqlite3.Connection, id_: str, tenant: str, previous: str | None, kept: Kept, owner: str | None
+    ) -> int:
+        size = _size(kept.frame, kept.input, kept.output)
+        self._check_size(size)
+        row = (id_, tenant, previous, self._clock(), size, kept.frame, kept.input, kept.output, owner)
+        inserted = database.execute(
+            "INSERT INTO responses (id, tenant, previous, created, size, frame, input, output, owner) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            row,
+        )
+        assert inserted.lastrowid is not None
+        return inserted.lastrowid
+
+    def _update(
+        self, id_: str, tenant: str, frame: str | None, output: str | None, events: Sequence[str], first: int
+    ) -> bool:
+        with self._transaction() as database:
+            row = database.execute(
+                "SELECT number, frame, output, size FROM responses WHERE id = ? AND tenant = ?", (id_, tenant)
+            ).fetchone()
+            if row is None:
+                return False
+            number, old_frame, old_output, size = row
+            frame = old_frame if frame is None else frame
+            size += _size(frame, output or old_output) - _size(old_frame, old_output)
+            self._check_size(size + _size(*events))
+            database.execute(
+                "UPDATE responses SET frame = ?, output = ?, size = ?, owner = iif(?, NULL, owner) WHERE number = ?",
+                (frame, output or old_output, size, output is not None, number),
+            )
+            self._append(database, number, events, first)
+            self._make_room(database, id_)
+        return True
+
+    def _append(self, database: sqlite3.Connection, number: int, events: Sequence[str], first: int) -> None:
+        if events:
+            rows = [(number, first + index, event) for index, event in enumerate(events)]
+            database.executemany("INSERT INTO events (response, number, event) VALUES (?, ?, ?)", rows)
+            database.execute("UPDATE responses SET size = size + ? WHERE number = ?", (_size(*events), number))
+
+    def _check_size(self, size: int) -> None:
         if size > self._max_size:
             raise StoreError(f"an answer of {size} bytes is larger than the store ({self._max_size} bytes)")
-        row = (id_, tenant, previous, self._clock(), size, kept.frame, kept.input, kept.output)
-        with self._transaction() as database:
-            database.execute(
-                "INSERT INTO responses (id, tenant, previous, created, size, frame, input, output) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                row,
-            )
-            self._has_remains |= self._purge(database) > 0
-            while database.execute("SELECT total(size) FROM usage").fetchone()[0] > self._max_size:
-                self._evict(database, id_)
-                self._has_remains = True
+
+    def _make_room(self, database: sqlite3.Connection, but: str) -> None:
+        while database.execute("SELECT total(size) FROM usage").fetchone()[0] > self._max_size:
+            self._evict(database, but)
+            self._has_remains = True
 
     def _evict(self, database: sqlite3.Connection, but: str) -> None:
-        """Delete the oldest answer of the tenant that has the most, or the oldest of all if that one has no other."""
+        """Delete the oldest answer or conversation: of the tenant that has the most, or of all if that one has no
+        other."""
         (tenant,) = database.execute("SELECT tenant FROM usage ORDER BY size DESC LIMIT 1").fetchone()
-        question = "DELETE FROM responses WHERE number = (SELECT number FROM responses WHERE id != :but {} LIMIT 1)"
         names = {"but": but, "tenant": tenant}
-        if not database.execute(question.format("AND tenant = :tenant ORDER BY number"), names).rowcount:
-            database.execute(question.format("ORDER BY number"), names)
+        for whose in ("AND tenant = :tenant", ""):
+            found = database.execute(_OLDEST.format(whose=whose), names).fetchone()
+            if found is not None:
+                database.execute(f"DELETE FROM {found[0]} WHERE number = ?", (found[1],))
+                return
+        raise StoreError(f"{but} is larger than the store ({self._max_size} bytes)")
 
     def _get(self, id_: str, tenant: str) -> Kept | None:
-        row = self._database.execute(
-            "SELECT frame, input, output FROM responses WHERE id = ? AND tenant = ? AND created > ?",
-            (id_, tenant, self._oldest),
-        ).fetchone()
-        return None if row is None else Kept(frame=row[0], input=row[1], output=row[2])
+        def ask() -> Any:
+            return self._database.execute(
+                "SELECT frame, input, output, owner FROM responses WHERE id = ? AND tenant = ? AND created > ?",
+                (id_, tenant, self._oldest),
+            ).fetchone()
+
+        row = ask()
+        if row is not None and self._is_abandoned(id_, row[3]):
+            self._fail_abandoned()
+            row = ask()
+        return None if row is None else Kept(frame=row[0], input=row[1], output=row[2], ended=row[3] is None)
+
+    def _events(self, id_: str, tenant: str, after: int) -> tuple[list[str], bool] | None:
+        kept = self._get(id_, tenant)
+        rows = self._database.execute(
+            "SELECT event FROM events JOIN responses r ON response = r.number "
+            "WHERE id = ? AND events.number > ? ORDER BY events.number",
+            (id_, after),
+        ).fetchall()
+        if kept is None or (not rows and not self._has_stream(id_)):
+            return None
+        return [event for (event,) in rows], kept.ended
+
+    def _has_stream(self, id_: str) -> bool:
+        question = "SELECT 1 FROM events JOIN responses r ON response = r.number WHERE id = ? LIMIT 1"
+        return self._database.execute(question, (id_,)).fetchone() is not None
+
+    def _is_abandoned(self, id_: str, owner: str | None) -> bool:
+        """Nothing is making this answer any more, although it has not ended."""
+        if owner is None:
+            return False
+        return id_ not in self._making if owner == self._presence.name else not self._presence.is_there(owner)
+
+    def _fail_abandoned(self) -> None:
+        """Write down that answers have failed which nothing is making any more."""
+        self._presence.sweep()
+        with self._transaction() as database:
+            rows = database.execute(
+                "SELECT number, id, owner, frame, (SELECT max(number) FROM events WHERE response = r.number) "
+                "FROM responses r WHERE owner IS NOT NULL"
+            ).fetchall()
+            for number, id_, owner, frame, last in rows:
+                if self._is_abandoned(id_, owner):
+                    failed = {**msgspec.json.decode(frame), "status": "failed", "error": _INTERRUPTED}
+                    text = msgspec.json.encode(failed).decode()
+                    growth = _size(text) - _size(frame)
+                    database.execute(
+                        "UPDATE responses SET frame = ?, owner = NULL, size = size + ? WHERE number = ?",
+                        (text, growth, number),
+                    )
+                    if last is not None:
+                        kind = "response.failed"
+                        data = {"type": kind, "sequence_number": last + 1, "response": failed | {"output": []}}
+                        event = f"event: {kind}\ndata: {msgspec.json.encode(data).decode()}\n\n"
+                        self._append(database, number, [event], last + 1)
 
     def _delete(self, id_: str, tenant: str) -> bool:
         with self._transaction() as database:
@@ -326,9 +528,12 @@ class ResponseStore:
 
     def _history(self, id_: str, tenant: str, max_size: int) -> list[dict[str, Any]]:
         asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
-        turns = self._database.execute(_CHAIN, asked).fetchall()
-        if not turns:
+        kept = self._get(id_, tenant)
+        if kept is None:
             raise HistoryError(f"there is no stored response {id_}", id_)
+        if not kept.ended:
+            raise HistoryError("it has not ended yet", id_)
+        turns = self._database.execute(_CHAIN, asked).fetchall()
         previous, size = turns[-1][:2]
         if size > max_size:
             raise HistoryError(f"its conversation has more than {max_size} characters of JSON", None)
@@ -344,10 +549,13 @@ class ResponseStore:
         ]
 
     def _purge(self, database: sqlite3.Connection) -> int:
-        return database.execute(
-            "DELETE FROM responses WHERE number IN (SELECT number FROM responses WHERE created <= ? LIMIT ?)",
-            (self._oldest, _PURGED_AT_ONCE),
-        ).rowcount
+        return max(
+            database.execute(
+                f"DELETE FROM {table} WHERE number IN (SELECT number FROM {table} WHERE {age} <= ? LIMIT ?)",
+                (self._oldest, _PURGED_AT_ONCE),
+            ).rowcount
+            for table, age in (("responses", "created"), ("conversations", "used"))
+        )
 
     def _purge_once(self) -> int:
         with self._transaction() as database:
@@ -362,6 +570,7 @@ class ResponseStore:
             try:
                 while await self._run(self._purge_once) == _PURGED_AT_ONCE:
                     pass
+                await self._run(self._fail_abandoned)
             except StoreError as problem:
                 self.complain(problem)
             await asyncio.sleep(min(_PURGE_INTERVAL, self._max_age))
@@ -372,6 +581,69 @@ class ResponseStore:
         if now - self._logged >= _LOG_INTERVAL:
             self._logged = now
             logger.error("The store of responses failed: %s", problem)
+
+
+class Presence:
+    """Tells the processes that have a store's file which of them still run. Each has a file beside it, which is locked
+    for as long as the process lives.
+
+    Args:
+        path: of the store.
+
+    Attributes:
+        name: of this process.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._lock: int | None = None
+        self.name = uuid.uuid4().hex
+
+    def announce(self) -> str:
+        """The name of this process, which others see from now on."""
+        while self._lock is None:
+            lock = os.open(self._file(self.name), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                self._lock = lock
+            else:  # another process took it for a remnant, before it was locked
+                os.close(lock)
+        return self.name
+
+    def sweep(self) -> None:
+        """Remove what processes that do not run any more have left."""
+        for path in self._path.parent.glob(f"{glob.escape(self._path.name)}-*.lock"):
+            self.is_there(path.stem.removeprefix(f"{self._path.name}-"))
+
+    def is_there(self, name: str) -> bool:
+        """Whether the process of this name still runs; what is left of one that does not is removed."""
+        try:
+            lock = os.open(self._file(name), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            self._file(name).unlink(missing_ok=True)
+            return False
+        finally:
+            os.close(lock)
+
+    def close(self) -> None:
+        """This process is there no more."""
+        if self._lock is not None:
+            self._file(self.name).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _file(self, name: str) -> Path:
+        return self._path.with_name(f"{self._path.name}-{name}.lock")
+
+
+def _size(*texts: str) -> int:
+    return sum(len(text.encode()) for text in texts)
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:

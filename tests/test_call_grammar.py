@@ -42,7 +42,7 @@ MARKS = (
 )  # fmt: skip
 SPECIAL = {257 + index: mark for index, mark in enumerate(MARKS)}
 # Arguments are one JSON object in these.
-WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] and "pair" not in file.said["writes"])
+WRITTEN = sorted(file.name for file in _files(CALLS) if not {"pair", "quote"} & file.said["writes"].keys())
 
 
 class Vocabulary:
@@ -208,8 +208,11 @@ def test_where_nothing_must_be_there_is_no_grammar() -> None:
         parsing = reader.parsing(tools, "")
         assert parsing is not None
         assert call_grammar(parsing, {}) is None
-    with pytest.raises(ValueError, match=r"calls in the form of GLM 4.5, 4.6, 4.7 \(glm45\) cannot be enforced"):
-        call_grammar(parsing_of("glm45"), {})
+    own = {"fields": {"tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}}}
+    parsing = AnswerReader(choose_formats("", response_template=own)).parsing(read_tools(loose, "required"), "")
+    assert parsing is not None
+    with pytest.raises(ValueError, match=r"calls in the form of .*\(response_template\) cannot be enforced"):
+        call_grammar(parsing, {})
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -369,6 +372,140 @@ def test_calls_in_xml_are_held_to_their_schemas_and_read(special: Mapping[int, s
         assert around(free, special, answer) == fits, answer
 
 
+DSML, QUOTE = "｜DSML｜", '<|"|>'
+OTHERS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", DSML, "<|tool_call>", "<tool_call|>", QUOTE)
+MORE_SPECIAL = {**SPECIAL, **{257 + len(SPECIAL) + index: mark for index, mark in enumerate(OTHERS)}}
+
+
+def in_glm(*calls: tuple[str, dict[str, str]]) -> str:
+    def one(name: str, values: dict[str, str]) -> str:
+        pairs = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value.strip(QUOTE)}</arg_value>\n" for key, value in values.items()
+        )
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def in_dsml(*calls: tuple[str, dict[str, str]]) -> str:
+    def pair(key: str, value: str) -> str:
+        is_text = str(value.startswith(QUOTE)).lower()
+        return f'<{DSML}parameter name="{key}" string="{is_text}">{value.strip(QUOTE)}</{DSML}parameter>\n'
+
+    def one(name: str, values: dict[str, str]) -> str:
+        return f'<{DSML}invoke name="{name}">\n{"".join(pair(*item) for item in values.items())}</{DSML}invoke>\n'
+
+    return f"<{DSML}function_calls>\n{''.join(one(*call) for call in calls)}</{DSML}function_calls>"
+
+
+def in_gemma(*calls: tuple[str, dict[str, str]]) -> str:
+    def one(name: str, values: dict[str, str]) -> str:
+        return f"<|tool_call>call:{name}{{{','.join(f'{key}:{value}' for key, value in values.items())}}}<tool_call|>"
+
+    return "".join(one(*call) for call in calls)
+
+
+def text_of(value: str) -> str:
+    return f"{QUOTE}{value}{QUOTE}"
+
+
+@pytest.mark.parametrize("special", [{}, MORE_SPECIAL], ids=["as text", "special"])
+@pytest.mark.parametrize(("name", "write"), [("glm45", in_glm), ("deepseek_v32", in_dsml), ("gemma4", in_gemma)])
+def test_calls_in_other_forms_are_held_to_their_schemas_and_read(
+    name: str, write: Any, special: Mapping[int, str]
+) -> None:
+    line = {"$ref": "#/$defs/line"}
+    properties = {
+        "path": {"type": "string"},
+        "line": line,
+        "lines": {"type": "array", "items": line, "minItems": 1, "maxItems": 3},
+        "mode": {"enum": ["r", "w"]},
+        "all": {"type": ["boolean", "null"]},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["path", "mode"]}
+    parameters["$defs"] = {"line": {"type": "integer"}}
+    functions = [{"name": "open", "parameters": parameters, "strict": True}, {"name": "stop", "parameters": None}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    reader = AnswerReader(choose_formats("", name, "think"), special)
+    text = 'a <b> {"c"}\n</p </arg'
+    first = {"path": text_of(text), "mode": text_of("r")}
+    whole = {"path": text_of(""), "line": "-5", "lines": "[1,2]", "mode": text_of("w"), "all": "true"}
+    rights = [
+        ([("open", first)], [{"path": text, "mode": "r"}]),
+        ([("open", whole)], [{"path": "", "line": -5, "lines": [1, 2], "mode": "w", "all": True}]),
+        ([("stop", {}), ("open", first), ("stop", {})], [{}, {"path": text, "mode": "r"}, {}]),
+    ]
+    wrongs = [
+        write(("open", {"mode": text_of("r")})), write(("open", {**first, "mode": text_of("x")})),
+        write(("open", {"path": text_of(""), "line": text_of("b"), "mode": text_of("r")})), write(("shut", {})),
+        write(("open", {"path": text_of(""), "lines": '["b"]', "mode": text_of("r")})), write(("open", first))[:-5],
+    ]  # fmt: skip
+    for choice in ("required", "auto"):
+        parsing = reader.parsing(read_tools(tools, choice), "")
+        assert parsing is not None
+        if choice == "auto" and name == "deepseek_v32" and special:
+            with pytest.raises(ValueError, match="only where they must be"):
+                call_grammar(parsing, special)
+            continue
+        grammar = grammar_of(parsing, special)
+        for calls, arguments in rights:
+            written = write(*calls)
+            for before in ("", "<think>Why?</think>\n"):
+                assert accepts(grammar, special, before + written), written
+            parser = AnswerParser(parsing)
+            read: dict[int, str] = {}
+            for part in (*parser.feed(written), *parser.finish()):
+                assert isinstance(part, Call)
+                read[part.index] = read.get(part.index, "") + part.arguments
+            assert [json.loads(one) for one in read.values()] == arguments
+        for wrong in wrongs:
+            assert not accepts(grammar, special, wrong), wrong
+        assert accepts(grammar, special, "Hello <tool") == (choice == "auto")
+    named = reader.parsing(read_tools(tools, {"type": "function", "function": {"name": "open"}}), "")
+    assert named is not None
+    assert not accepts(grammar_of(named, special), special, write(("stop", {})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "string"}}, "required": ["y"]},
+         ["{x:-1.5e3,y:''}", "{y:'a{,'}"], ["{}", "{x:1}", "{y:'',x:1}", "{y:5}", "{y:'',}", "{,y:''}", "{y:'',z:1}"]),
+        ({"type": "object", "properties": {"x": {}}, "additionalProperties": True},
+         ["{}", "{x:[1,{k:null}]}", "{z:'',w:{}}", "{x:1,z:2}"], ["{x:1,}", "{'x':1}"]),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 2}, ["[null,null]", "[null,null,null]"],
+         ["[]", "[null]", "[null,null,]"]),
+        ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, ["[]", "[1]", "[1,2]"], ["[1,2,3]", "[1.5]"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["'a'", "null"], ["1"]),
+        ({"enum": ["a", 1, None, True, {"k": ["b"]}]}, ["'a'", "1", "null", "true", "{k:['b']}"], ["'b'", "2", "{}"]),
+        ({"$ref": "#/$defs/tree"}, ["{}", "{sub:{sub:{}}}"], ["{sub:1}"]),
+        ({"const": ""}, ["''"], ["'a'"]),
+        ({}, ["1", "'a'", "{k:'v'}", "[]", "false"], ["{1}", "a"]),
+    ],
+)  # fmt: skip
+def test_objects_without_quotes_follow_schemas(schema: Any, right: list[str], wrong: list[str]) -> None:
+    tree = {"type": "object", "properties": {"sub": {"$ref": "#/$defs/tree"}}}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"tree": tree}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+    parsing = AnswerReader(choose_formats("", "gemma4", "none"), MORE_SPECIAL).parsing(tools, "")
+    assert parsing is not None
+    grammar = grammar_of(parsing, MORE_SPECIAL)
+    for texts, fits in ((right, True), (wrong, False)):
+        for text in texts:
+            assert accepts(grammar, MORE_SPECIAL, in_gemma(("f", {"a": text.replace("'", QUOTE)}))) == fits, text
+
+
+@pytest.mark.parametrize("properties", [{"a-b": {}}, {"a": {"type": "text"}}, {"a": {"$ref": "#/$defs/x"}}])
+def test_objects_without_quotes_that_cannot_be_enforced(properties: Any) -> None:
+    parameters = {"type": "object", "properties": properties}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+    parsing = AnswerReader(choose_formats("", "gemma4", "none")).parsing(tools, "")
+    assert parsing is not None
+    with pytest.raises(ValueError, match="cannot be enforced"):
+        call_grammar(parsing, {})
+
+
 MODES = {"Mode": {"type": "string", "enum": ["r", "w"]}, "Line": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}
 QUOTED = '"hello"'
 
@@ -387,6 +524,8 @@ QUOTED = '"hello"'
         ({"type": ["integer", "null"], "enum": [1, None]}, {"1": 1, "null": None}, ["2", '"1"']),
         ({"type": "string", "enum": ["r", 5]}, {"r": "r"}, ["5"]),
         ({"$ref": "#/$defs/Mode"}, {"r": "r"}, ['"r"', "x"]),
+        ({"$ref": "#/$defs/Line"}, {"5": 5}, ["x", '"5"']),
+        ({"allOf": [{"$ref": "#/$defs/Line"}]}, {"5": 5}, ["x"]),
         ({"allOf": [{"$ref": "#/$defs/Mode"}], "default": "r"}, {"r": "r"}, ['"r"', "x"]),
         ({"anyOf": [{"$ref": "#/$defs/Mode"}, {"type": "null"}]}, {"r": "r", "null": None}, ['"r"', "x"]),
         ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/Line"}}]}, {"[1]": [1]}, ['["r"]']),

@@ -25,10 +25,11 @@ from server.answering.tools import read_tools
 from server.config.settings import DEMO_MODEL, ServerSettings
 from server.early import read_early
 from server.errors import ApiError
-from server.workers.fitting import Roles, Writing, mark, probe, shows_all
+from server.workers.fitting import Roles, mark, probe, shows_all
 from server.workers.pool import WorkerPool
 from server.workers.templates import Conversation
 from server.workers.templates import render as render_job
+from server.workers.writing import Writing
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 ROOM = Room(100_000, "messages")
@@ -290,6 +291,28 @@ def test_no_real_template_loses_one_of_parallel_calls() -> None:
         assert [*order] == sorted(order, key=text.index), f"{path.stem}: {text}"
 
 
+MOVES_BEFORE_THE_CALL = {"MiniMax-M2", "google-gemma-4-31B-it", "openai-gpt-oss-120b"}
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_no_real_template_loses_text_behind_a_call() -> None:
+    roles = ("system", "user", "call", "assistant", "tool")
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        template = path.read_text()
+        if path.stem in REFUSED:
+            continue
+        text = rendered(template, probe(roles), tools=TOOLS, prompted="tools" not in template)
+        assert all(mark(index) in text for index in (0, 1, 3, 4)), f"{path.stem}:\n{text}"
+        stays = text.index(f"{mark(2)}-") < text.index(mark(3))
+        assert stays == (path.stem not in MOVES_BEFORE_THE_CALL), f"{path.stem}:\n{text}"
+
+
+RESULT_BEHIND_CALL = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{% if ns.called and m.role != 'tool' %}{{ raise_exception('a result must follow') }}{% endif %}"
+    "{% set ns.called = m.tool_calls is defined %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %};{% endfor %}"
+)
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 STRICT = (
     "{% set ns = namespace(last='') %}{% for m in messages %}"
@@ -303,6 +326,8 @@ STRICT = (
     [
         (PLAIN, ("system", "system", "user", "user", "system"), "s:0;s:1;u:2;u:3;s:4;"),  # as it is
         (PLAIN, ("user", "said call", "tool"), 'u:0;a:1\n<find {"text": "1-"}>;t:2;'),
+        (RESULT_BEHIND_CALL, ("user", "call", "assistant", "tool"), 'u:0;a:2<find {"text": "1-"}>;t:3;'),
+        (RESULT_BEHIND_CALL, ("user", "said call", "assistant", "tool"), 'u:0;a:1\n\n2<find {"text": "1-"}>;t:3;'),
         (STRICT, ("user", "assistant", "user"), "u:0;a:1;u:2;"),
         (STRICT, ("system", "user"), "u:0\n\n1;"),
         (STRICT, ("system", "developer", "user", "user", "assistant", "assistant"), "u:0\n\n1\n\n2\n\n3;a:4\n\n5;"),
@@ -316,7 +341,9 @@ STRICT = (
     ],
 )
 def test_messages_change_as_little_as_a_template_needs(template: str, roles: Roles, wanted: str) -> None:
-    text = rendered(template, probe(roles), writing=Writing("<", "", " ", ">", ", ", ""))
+    text = rendered(
+        template, probe(roles), writing=Writing(first="<", begin="", middle=" ", end=">", between=", ", last="")
+    )
     short = re.sub(r"mark(\d+)x", r"\1", text)
     for role in ("system", "user", "assistant", "tool"):
         short = short.replace(f"{role}:", f"{role[0]}:")

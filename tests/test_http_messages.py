@@ -147,7 +147,7 @@ def test_blocks_are_messages() -> None:
     assert answer.status_code == 200, answer.text
     assert api.prompts == [
         "tool:weather;system:Be kind.;user:a\nb;"
-        'assistant:<think>hm</think>c\ne[t1 weather {"city": "Oslo"}][t2 weather {}];'
+        'assistant:<think>hm</think>c[t1 weather {"city": "Oslo"}][t2 weather {}];assistant:e;'
         "tool:cold(t1);tool:warm(t2);user:d\n;assistant:"
     ]
     assert answer.headers["x-octavo-ignored-fields"] == "messages.is_error"
@@ -178,7 +178,7 @@ def test_what_changes_nothing_is_named_or_known() -> None:
     assert quiet.status_code == 200
     assert "x-octavo-ignored-fields" not in quiet.headers
     named = api.post(PATH, asking(thinking={"type": "disabled", "budget_tokens": 1}, shape=2))
-    assert named.headers["x-octavo-ignored-fields"] == "shape, thinking.budget_tokens"
+    assert named.headers["x-octavo-ignored-fields"] == "shape"
 
 
 def test_what_runs_or_is_seen_elsewhere_is_left_out_and_named() -> None:

@@ -376,7 +376,35 @@ def test_an_answer_is_cancelled_whichever_process_streams_it(services: Any, tmp_
                 assert '"status":"cancelled"' in said
                 ended.add(same)
     assert httpx.post(f"{service.url}/v1/responses/resp_unknown/cancel").status_code == 404
+    check_background(service)
     assert service.stop() == 0
+
+
+def check_background(service: Service) -> None:
+    """An answer is followed, shown and deleted whichever process makes it."""
+    body = {"input": "Tell me a story", "background": True, "max_output_tokens": 60, "ignore_eos": True}
+    where = f"{service.url}/v1/responses"
+    followed = set()
+    while len(followed) < 2:  # by the process that makes it, and by the other one
+        with (
+            httpx.Client(timeout=PATIENCE) as client,
+            client.stream("POST", where, json={**body, "stream": True}) as made,
+        ):
+            maker, lines = server_of(service, made), made.iter_lines()
+            line = next(line for line in lines if line.startswith("data: "))
+            id_ = json.loads(line.removeprefix("data: "))["response"]["id"]
+        # The client has left.
+        with httpx.Client(timeout=PATIENCE) as client:
+            with client.stream("GET", f"{where}/{id_}?stream=true&starting_after=1") as resumed:
+                followed.add(server_of(service, resumed) == maker)
+                texts = [line for line in resumed.iter_lines() if line.startswith("data: ")]
+            data = [json.loads(text.removeprefix("data: ")) for text in texts]
+            assert [event["sequence_number"] for event in data] == list(range(2, 2 + len(data)))
+            assert data[-1]["type"] == "response.incomplete"
+            assert data[-1]["response"] == client.get(f"{where}/{id_}").json()
+    id_ = httpx.post(where, json={**body, "max_output_tokens": 400}, timeout=PATIENCE).json()["id"]
+    assert httpx.delete(f"{where}/{id_}", timeout=PATIENCE).json()["deleted"] is True
+    assert httpx.get(f"{where}/{id_}", timeout=PATIENCE).status_code == 404
 
 
 def test_a_signal_ends_a_start(tmp_path: Path) -> None:

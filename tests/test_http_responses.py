@@ -324,6 +324,17 @@ def test_a_custom_tool_takes_text(written: str) -> None:
     assert without_ids(events[-1][1]["response"]["output"]) == without_ids([call])
 
 
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "gemma4"])
+def test_a_format_that_cannot_be_enforced_is_named(parser: str) -> None:
+    format_ = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    tools = [{"type": "custom", "name": "letters", "format": format_}]
+    api = Conversing(saying("ok"), tool_call_parser=parser)
+    answer = api.post(PATH, {"input": "hi", "tools": tools})
+    assert answer.status_code == 200, answer.text
+    named = None if parser == "hermes" else "tools.letters.format"
+    assert answer.headers.get("x-octavo-ignored-fields") == named
+
+
 def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
     for mode in ("auto", "required"):
         api = Conversing(saying(CALL), **PARSERS)
@@ -471,6 +482,27 @@ def test_the_deadline_fails_what_has_begun() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+def test_input_tokens_are_those_of_the_prompt() -> None:
+    """Whatever makes the prompt longer counts: instructions, tools, items."""
+    items = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": []}]
+    body: dict[str, Any] = {
+        "input": items,
+        "instructions": "Be brief.",
+        "tools": [TOOL],
+        "reasoning": {"effort": "low"},
+    }
+
+    async def count(api: Conversing) -> tuple[int, Any, Any]:
+        async with api.openai() as client:
+            counted = await client.responses.input_tokens.count(model="org/fake", **body)
+        answered = (await api.ask("POST", PATH, body)).json()
+        return counted.input_tokens, answered, await api.ask("POST", f"{PATH}/input_tokens", {"input": []})
+
+    counted, answered, refused = Conversing(saying("ok"), **PARSERS).run(count)
+    assert counted == answered["usage"]["input_tokens"] > 0
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 # ---------------------------------------------------------------- ending a stream
 
 
@@ -543,6 +575,6 @@ def test_the_client_reads_errors() -> None:
         async with api.openai() as client:
             await client.responses.create(model="org/fake", input="hi", background=True)
 
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError, match="--response-store") as refused:
         Conversing(saying("ok")).run(ask)
     assert (refused.value.param, refused.value.code) == ("background", "unsupported_parameter")

@@ -54,7 +54,7 @@ SERVICE = {
     "max_num_queued_tokens": 12, "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
     "max_queue_time": 4.5, "grammar_timeout": 6.5, "max_audio_seconds": 900.5, "prefix_cache_scope": "global",
     "enable_playground": False, "enable_cache_map": False, "tool_call_parser": "hermes", "reasoning_parser": "none",
-    "tool_prompt": "off",
+    "tool_prompt": "off", "reasoning_budget": 7,
     "response_store": "responses.db", "response_store_max_age": 60.5, "response_store_max_size": "3MiB",
     "otlp_traces_endpoint": "http://localhost:4318/v1/traces",
 }  # fmt: skip

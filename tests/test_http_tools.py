@@ -330,12 +330,21 @@ def test_a_form_is_that_of_all_of_the_answer_where_nothing_is_told_apart(parsers
     assert (params.structured_outputs.around is None) == ("reasoning_parser" in parsers)
 
 
+ODD_SCHEMA = {"type": "object", "properties": {"a-b": {}}}
+ODD = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": ODD_SCHEMA}}]
+
+
 @pytest.mark.parametrize(
     ("settings", "fields", "param", "says"),
     [
         ({"tool_call_parser": "none"}, {}, "tool_choice", "--tool-call-parser"),
-        ({"tool_call_parser": "glm45"}, {}, "tool_choice", r"\(glm45\) cannot be enforced"),
-        ({"tool_call_parser": "glm45"}, {"tool_choice": "auto", **JSON_OBJECT}, "tools", "one without the other"),
+        ({"tool_call_parser": "gemma4"}, {"tools": ODD}, "tool_choice", 'the name "a-b" cannot be enforced'),
+        (
+            {"tool_call_parser": "gemma4"},
+            {"tools": ODD, "tool_choice": "auto", **JSON_OBJECT},
+            "tools",
+            "one without the other",
+        ),
         ({}, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools", "type"),
     ],
 )
@@ -359,7 +368,9 @@ def test_a_request_with_tools_lets_the_engine_prepare_for_grammars() -> None:
     assert api.client.num_warmed == 1
 
 
-@pytest.mark.parametrize("settings", [{"tool_call_parser": "none"}, {"tool_call_parser": "glm45"}])
+@pytest.mark.parametrize(
+    "settings", [{"tool_call_parser": "none"}, {"tool_call_parser": "deepseek_v32", "marks": ["｜DSML｜"]}]
+)
 def test_strict_functions_may_be_called_where_nothing_can_be_enforced(settings: dict[str, Any]) -> None:
     api = Api("Ok.", **settings)
     assert api.answer(tools=STRICT)["choices"][0]["message"]["content"] == "Ok."

@@ -213,7 +213,7 @@ MESSENGERS = (
     "engine.process.main", "engine.process.connection", "engine.process.messages", "engine.process.runner",
     "engine.process.kv_events",
     "engine.pooled.vectors", "server.answering.packing", "server.api.reading", "server.processes.messages",
-    "server.response_store",
+    "server.response_store", "server.conversation_store",
     "server.workers.child", "server.workers.frames", "server.workers.images", "server.workers.pool",
     "server.workers.sound", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip

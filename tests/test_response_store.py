@@ -229,6 +229,20 @@ def test_the_file_is_for_this_user_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["responses.db"]
 
 
+def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "responses.db-0123.lock").touch()
+    beside = make(tmp_path)
+    beside._presence.announce()
+
+    async def work(store: ResponseStore) -> list[str]:
+        await store._run(store._fail_abandoned)
+        return sorted(path.name for path in tmp_path.glob("*.lock"))
+
+    assert within(make(tmp_path), work) == [f"responses.db-{beside._presence.name}.lock"]
+    beside._close()
+    assert not list(tmp_path.glob("*.lock"))
+
+
 def test_deleted_texts_are_gone_while_the_service_runs(tmp_path: Path) -> None:
     """From the file and from its write-ahead log: at once after a deletion, with the next purge after that of age."""
     clock = Clock()
@@ -332,7 +346,7 @@ def test_a_file_of_another_version_is_refused_at_the_start(tmp_path: Path) -> No
     database = sqlite3.connect(file_in(tmp_path))
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConfigError, match=r"another version of Octavo \(its tables are version 99, this one's are 1\)"):
+    with pytest.raises(ConfigError, match=r"another version of Octavo \(its tables are version 99, this one's are 2\)"):
         make(tmp_path)
 
 
@@ -471,7 +485,8 @@ def test_keys_are_tenants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("question", "param"),
-    [("?stream=true", "stream"), ("/input_items?limit=0", "limit"), ("/input_items?limit=101", "limit"),
+    [("?stream=true", "stream"), ("?stream=true&starting_after=-2", "starting_after"),
+     ("/input_items?limit=0", "limit"), ("/input_items?limit=101", "limit"),
      ("/input_items?order=up", "order"), ("/input_items?after=msg_x", "after")],
 )  # fmt: skip
 def test_questions_that_are_wrong_are_refused(tmp_path: Path, question: str, param: str) -> None:
@@ -567,6 +582,11 @@ def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None
             options: Any = {"model": "octavo-demo", "previous_response_id": made.id, "temperature": 0}
             with client.responses.stream(input="What is an octavo?", **options) as stream:
                 second = stream.get_final_response()
+            kept_on: Any = {"max_output_tokens": 480, "extra_body": {"ignore_eos": True}}
+            making = client.responses.create(
+                model="octavo-demo", input="A story", background=True, stream=True, **kept_on
+            )
+            begun: Any = next(iter(making))
     finally:
         first_service.process.kill()
         first_service.process.wait(PATIENCE)
@@ -574,6 +594,10 @@ def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None
     try:
         with client_of(again) as client:
             assert client.responses.retrieve(made.id).output_text == made.output_text
+            broken = client.responses.retrieve(begun.response.id)
+            assert broken.status == "failed"
+            assert broken.error is not None
+            assert "The server stopped" in broken.error.message
             repeated = client.responses.create(input="What is an octavo?", **options)
             assert repeated.output_text == second.output_text
             assert client.responses.retrieve(second.id).previous_response_id == made.id

@@ -134,7 +134,7 @@ def test_alone_and_in_company(engines: Callable[..., Engine], model: Checkpoint)
     def fail(plan: StepPlan) -> None:
         nonlocal calls
         calls += 1
-        if calls % 5 == 1 and plan.num_rows > 4:
+        if calls % 5 == 1 and plan.num_rows > 8:  # of one request, and of those that have just ended
             raise RuntimeError("made by the test")
 
     with faults(one, fail) as raised:

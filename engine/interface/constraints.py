@@ -70,6 +70,20 @@ class Weighing(Protocol):
 
 
 @runtime_checkable
+class Lifting(Protocol):
+    """A constraint that often allows every token.
+
+    Attributes:
+        is_free: it does now, so that `fill` need not be called.
+    """
+
+    is_free: bool
+
+    def pass_by(self, token: int) -> None:
+        """The answer goes on with a token that ends others, and not this one."""
+
+
+@runtime_checkable
 class Failing(Protocol):
     """A constraint that may turn out to be too costly.
 

@@ -295,6 +295,7 @@ def resolve(
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids or ()),
         ("bad_words_ids", [i for word in params.bad_words_ids or () for i in word]),
+        ("reasoning_budget", () if params.reasoning_budget is None else params.reasoning_budget.ids),
         ("forced_bos_token_id", (params.forced_bos_token_id,)),
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
     ):

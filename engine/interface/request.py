@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.interface.constraints import Constraint
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS, Dry
 from engine.interface.pooling import Pooling, PoolingParams
+from engine.interface.reasoning import ReasoningBudget, check_no_beams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.structured import StructuredOutputsParams
 from engine.interface.values import (
@@ -195,6 +196,7 @@ class SamplingParams:
         structured_outputs: what the answer must look like: JSON of a schema, a choice, what a regular expression or a
             grammar describes. It ends as soon as it is complete, whatever min_tokens says; one that max_tokens or a
             stop string cuts off is not complete.
+        reasoning_budget: where the answer's reasoning must end at the latest.
         constraint: {"catalogue": NAME}: the answer is one of the titles of the catalogue that the engine knows by that
             name. Where max_tokens is left out, the longest one has room; an answer that it cuts off is no title.
         truncate_prompt_tokens: keep the last so many tokens of a longer prompt; -1: as many as leave room for the
@@ -251,6 +253,7 @@ class SamplingParams:
     forced_eos_token_id: int | None = None
     stream_beams: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    reasoning_budget: ReasoningBudget | None = None
     constraint: Mapping[str, str] | None = None
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
@@ -295,6 +298,7 @@ class SamplingParams:
             fail("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
         self._check_bias()
         self._check_structured()
+        self._check_budget()
         self._check_constraint()
         self._check_timestamps()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -329,6 +333,17 @@ class SamplingParams:
             fail("ignore_eos", "ignore_eos cannot be used with structured output, which ends where it is complete.")
         if self.allowed_token_ids is not None:
             fail("allowed_token_ids", "allowed_token_ids cannot be used with structured output, which allows others.")
+
+    def _check_budget(self) -> None:
+        budget: Any = self.reasoning_budget
+        if budget is None:
+            return
+        if not isinstance(budget, ReasoningBudget):
+            fail("reasoning_budget", f"reasoning_budget must be ReasoningBudget, got {brief(budget)}.")
+        check_no_beams(self.num_beams)
+        for other in ("allowed_token_ids", "constraint"):
+            if getattr(self, other) is not None:
+                fail(other, f"{other} cannot be used with reasoning_budget, which lets other tokens come.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

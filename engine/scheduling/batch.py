@@ -36,6 +36,7 @@ from engine.scheduling.step import SearchAhead
 _AHEAD = 32
 _NO_SEARCHES: Mapping[SequenceGroup, SearchAhead] = {}
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
+_NO_ROWS = np.zeros(0, dtype=np.int32)
 _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
 
 
@@ -300,8 +301,11 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
         table["position"] = places
     if any(group.has_changing_edits for group in groups):
         changes |= {"edits": _edits(rows), "edits_version": new_version()}
-    if len(before.masked):
-        changes |= _masks(rows)
+    if any(row.sequence.constraint is not None for row in rows):
+        masks = _masks(rows)
+        if not np.array_equal(masks.get("masked", _NO_ROWS), before.masked):  # some have become free, or are so no more
+            changes |= {"version": new_version(), "masked": _NO_ROWS, "outweighed": _NO_ROWS, "fill": None}
+        changes |= masks
     return replace(before, **changes) if changes else before
 
 
@@ -345,11 +349,11 @@ def _edits(rows: Seq[Row]) -> EditList:
 
 def _masks(rows: Seq[Row]) -> dict[str, Any]:
     """Which rows have constraints, and what fills their masks when these are needed."""
-    masked = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
+    masked = [i for i, row in enumerate(rows) if row.sequence.mask is not None]
     if not masked:
         return {}
     made: dict[str, Any] = {"masked": _int32(masked), "fill": partial(_fill, [rows[i] for i in masked])}
-    constraints = [rows[i].sequence.constraint for i in masked]
+    constraints = [rows[i].sequence.mask for i in masked]
     if any(isinstance(constraint, Weighing) for constraint in constraints):
         weighed = [one.outweighed_from if isinstance(one, Weighing) else -1 for one in constraints]
         made["outweighed"] = _int32(weighed)
@@ -361,7 +365,7 @@ def _fill(rows: Seq[Row]) -> Masks:
 
     An end that comes too early for `min_tokens` or `min_length` is left out, unless nothing else may come.
     """
-    constraints: list[Constraint] = [row.sequence.constraint for row in rows if row.sequence.constraint is not None]
+    constraints: list[Constraint] = [row.sequence.mask for row in rows if row.sequence.mask is not None]
     masks = np.zeros((len(rows), mask_words(constraints[0].vocab_size)), dtype=np.uint32)
     open_places = [place for place, constraint in enumerate(constraints) if not constraint.is_complete]
     fill_masks([constraints[place] for place in open_places], open_places, masks)
@@ -416,7 +420,7 @@ def banned_tokens(row: Row) -> set[int]:
     """Tokens that must not come next, as the logits processors of `transformers` have it."""
     decoding, sequence = row.group.request.decoding, row.sequence
     banned = set(decoding.suppress_tokens)
-    if sequence.constraint is None:  # else its mask heeds them
+    if sequence.mask is None:  # else that heeds them
         banned |= _early_ends(row)
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0

@@ -47,9 +47,9 @@ def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: 
         if token in decoding.stop_ids:
             break
         if sequence.constraint is not None:
-            if not decoding.forced_after(sequence.num_tokens, sequence.num_output) and not _allows(
-                sequence.constraint, token
-            ):
+            mask = sequence.mask
+            forced = decoding.forced_after(sequence.num_tokens, sequence.num_output)
+            if mask is not None and not forced and not _allows(mask, token):
                 break
             sequence = sequence.gone_on(decoding, token)
         drafts.append(token)

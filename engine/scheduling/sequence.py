@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from engine.interface.constraints import Constraint, Forcing
+from engine.interface.constraints import Constraint, Forcing, Lifting
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
@@ -166,6 +166,12 @@ class Sequence:
         """Tokens that are computed, or will be by the steps in flight."""
         return self.num_computed + self.num_in_flight
 
+    @property
+    def mask(self) -> Constraint | None:
+        """What says which tokens may come next; None where any may."""
+        constraint = self.constraint
+        return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
+
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
         return tuple(self.tokens.view(self.num_prompt).tolist())
@@ -194,6 +200,8 @@ class Sequence:
         """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
         if self.constraint is not None and token not in decoding.eos_ids:
             self._tell(self.constraint, decoding, token)
+        elif isinstance(self.constraint, Lifting):
+            self.constraint.pass_by(token)
         self.tokens.append(token)
 
     def _tell(self, constraint: Constraint, decoding: Decoding, token: int) -> None:

@@ -184,6 +184,23 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
+        headers, ticket = await self.begin(request)
+        wanted = Wanted(self.service.drain, self.interrupted)
+        if self.body.stream:
+            return EventStream(self.events_of(ticket), wanted, headers, held=ticket, failing=self.failing)
+        try:
+            with ticket:
+                content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
+        except ClientGoneError:
+            return Response(status_code=499)  # nothing reads it any more
+        return Response(content, media_type="application/json", headers=headers)
+
+    async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
+        """The headers of the answer, and the request's slots.
+
+        Raises:
+            ApiError, EngineDeadError: it cannot be served now.
+        """
         headers = ignored_header(self.ignored_fields())
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = self._record(request.url.path)
@@ -191,17 +208,12 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record.belongs_to(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():
-            self._ticket = ticket = await self.service.admit(*self.size(), self.terms)
-        wanted = Wanted(self.service.drain, self._interrupted)
-        if self.body.stream:
-            events = self.record.streamed(self._events(ticket))
-            return EventStream(events, wanted, headers, held=ticket, failing=self.failing)
-        try:
-            with ticket:
-                content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
-        except ClientGoneError:
-            return Response(status_code=499)  # nothing reads it any more
-        return Response(content, media_type="application/json", headers=headers)
+            self._ticket = await self.service.admit(*self.size(), self.terms)
+        return headers, self._ticket
+
+    def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
+        """The answer as events; see `EventStream`."""
+        return self.record.streamed(self._events(ticket))
 
     def _record(self, path: str) -> RequestRecord:
         return RequestRecord(
@@ -276,10 +288,11 @@ class Run(ABC, Generic[Piece, Choice]):
     def stop(self, reason: str) -> None:
         """End a stream here: what has been generated is sent, and its last events."""
         if self._streamed is not None and not self._streamed.finished:
-            self._interrupted(reason)
+            self.interrupted(reason)
             self._streamed.stop()
 
-    def _interrupted(self, reason: str) -> None:
+    def interrupted(self, reason: str) -> None:
+        """The answer was given up: nothing wants it, or the service stops."""
         self._aborted(reason)
         self.record.abort(reason)
 

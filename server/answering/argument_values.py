@@ -27,6 +27,16 @@ class Form:
 _ANY = Form(any_text=True)
 
 
+def typed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A schema of arguments as a reader wants it that follows no references: the types of each argument alone."""
+    named = (schema or {}).get("properties")
+    if schema is None or not isinstance(named, dict):
+        return {}
+    values = Values(schema)
+    types = {name: list(dict.fromkeys(values.types(value))) for name, value in named.items()}
+    return {"properties": {name: {"type": kinds} for name, kinds in types.items() if kinds}}
+
+
 class Values:
     """The values of one function's arguments.
 
@@ -42,6 +52,21 @@ class Values:
         """The form of a value of a schema. Where a string is allowed, the whole text is read as that string."""
         form = self._form(schema, 0)
         return form if form.any_text or form.texts else _json(schema)
+
+    def types(self, schema: Any, depth: int = 0) -> list[str]:
+        """The types that a value of a schema may have, as far as the schema names them."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return []
+        if isinstance(schema.get("$ref"), str):
+            return self.types(self.target(schema["$ref"]), depth + 1)
+        kinds = schema.get("type")
+        types = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
+        for name in ("anyOf", "oneOf"):
+            for one in schema[name] if isinstance(schema.get(name), list) else ():
+                types += self.types(one, depth + 1)
+        if not types and isinstance(schema.get("allOf"), list):
+            types = next(filter(None, (self.types(one, depth + 1) for one in schema["allOf"])), [])
+        return [*types, "null"] if schema.get("nullable") else types
 
     def _form(self, schema: Any, depth: int) -> Form:
         if not isinstance(schema, dict):
@@ -68,15 +93,15 @@ class Values:
     def _referred(self, schema: dict[str, Any], depth: int) -> Form:
         reference = schema["$ref"]
         if reference not in self._known:
-            target = self._target(reference) if depth < _MAX_DEPTH else None
+            target = self.target(reference) if depth < _MAX_DEPTH else None
             self._known[reference] = Form()  # while it is looked for: a schema may lead back to itself
             found = Form() if target is None else self._form(target, depth + 1)
-            if not found.any_text:  # what reads answers follows no reference: with texts, the others would be text too
-                found = Form(texts=found.texts) if found.texts else _json(schema)
+            if not found.any_text and not found.texts:
+                found = _json(schema)
             self._known[reference] = found
         return self._known[reference]
 
-    def _target(self, reference: str) -> Any:
+    def target(self, reference: str) -> Any:
         """The schema that a reference leads to; None if there is none."""
         start, *names = reference.split("/")
         found: Any = self._schema if start == "#" else None

@@ -10,13 +10,15 @@ from typing import Any
 
 from server.answering.argument_schemas import closed
 from server.answering.argument_values import Values
-from server.answering.formats import CallFormat, Pair, Writing
+from server.answering.bare_objects import BareObjects, shared_rules
+from server.answering.formats import CallFormat
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
+from server.workers.writing import Pair, Writing
 
 # One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
-_MAX_PAIRS = 1_000_000  # characters of the rules of arguments that stand by themselves
+_MAX_RULES = 1_000_000  # characters of the rules of arguments that are not one JSON object
 _REFERS = '"$ref"'
 _TERMINALS = (
     r"TEXT: /(.|\n)*/",
@@ -80,6 +82,20 @@ class _Quoted:
             at = found.end()
         return " ".join(filter(None, [*parts, _literal(text[at:])]))
 
+    def until(self, rule: str, text: str) -> list[str]:
+        """A rule of any text up to this one, and with it. Special tokens are in no terminal, and end any."""
+        found = self._pattern.search(text)
+        if found is None:
+            return [f"{rule}[lazy]: TEXT {_literal(text)}"]
+        if not found.start():
+            return [f"{rule}: TEXT {self(text)}"]
+        name, lead = f"{rule.upper()}_LEAD", text[: found.start()]
+        return [f"{rule}: {name} {self(text[found.start() :])}", f"{name}: TEXT {_literal(lead)}"]
+
+    def holds_token(self, text: str) -> bool:
+        """There is a special token in it."""
+        return self._pattern.search(text) is not None
+
     def begins_with_token(self, text: str) -> bool:
         """It begins with a special token, which no text holds."""
         return self._pattern.match(text) is not None
@@ -107,16 +123,21 @@ def _calls(
         names.append(f"call_{index}")
         lines.append(f"call_{index}: {_literal(function.name)} {quoted(writing.middle)} arguments_{index}")
         schema = _arguments(function, every=every)
-        if writing.pair is None:
-            lines.append(f"arguments_{index}: {_json(schema)}")
+        if writing.pair is not None:
+            rules = _pairs(f"arguments_{index}", schema, writing.pair, quoted)
+        elif writing.quote is not None:
+            rules = iter(BareObjects(f"arguments_{index}", schema, quoted(writing.quote)).rules())
         else:
-            for line in _pairs(f"arguments_{index}", schema, writing.pair, quoted):
-                lines.append(line)
-                size += len(line)
-                if size > _MAX_PAIRS:  # what several arguments refer to is written for each
-                    raise ValueError(f"calls whose schemas make more than {_MAX_PAIRS} characters cannot be enforced")
+            rules = iter([f"arguments_{index}: {_json(schema)}"])
+        for line in rules:
+            lines.append(line)
+            size += len(line)
+            if size > _MAX_RULES:  # what several arguments refer to is written for each
+                raise ValueError(f"calls whose schemas make more than {_MAX_RULES} characters cannot be enforced")
     if writing.pair is not None:
-        lines.append(f"plain[lazy]: TEXT {quoted(writing.pair.end)}")
+        lines += quoted.until("plain", writing.pair.end)
+    elif writing.quote is not None:
+        lines += [*shared_rules(quoted(writing.quote)), *quoted.until("string_end", writing.quote)]
     others = "" if not several or writing.between is None else f"({quoted(writing.between)} call)*"
     return [
         f"calls: {quoted(writing.first)} call more",
@@ -144,17 +165,18 @@ def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) ->
             continue
         part = f"{rule}_{index}"
         parts.append(part if isinstance(required, list) and name in required else f"{part}?")
-        head = f"{part}: {quoted(pair.begin)} {_literal(name)} {quoted(pair.middle)}"
+        head = f"{part}: {quoted(pair.begin)} {_literal(name)}"
         form = values.form(value)
         if form.any_text:
-            yield f"{head} plain"
+            yield f"{head} {quoted(pair.middle)} plain"
             continue
         texts, schemas = [*map(_text, form.texts)], [*form.json.values()]
+        ways = [f"{quoted(pair.middle)} ({' | '.join(texts)})"] if texts else []
         if schemas:
-            texts.append(f"{part}_json")
+            ways.append(f"{quoted(pair.middle_of_json or pair.middle)} {part}_json")
             one = schemas[0] if len(schemas) == 1 and isinstance(schemas[0], dict) else {"anyOf": schemas}
             yield f"{part}_json: {_json({**shared, **one} if _REFERS in json.dumps(one) else one)}"
-        yield f"{head} ({' | '.join(texts)}) {quoted(pair.end)}"
+        yield f"{head} ({' | '.join(ways)}) {quoted(pair.end)}"
     yield f"{rule}: {' '.join(parts)}"
 
 
@@ -201,6 +223,8 @@ def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, l
         return "(calls | NO_OBJECT?)", []
     if quoted.begins_with_token(opening):
         return "TEXT (calls TEXT)*", []
+    if quoted.holds_token(opening):
+        raise ValueError("calls whose first mark has a special token within it can be enforced only where they must be")
     marks = [*format.drops, *(region["open"] for region in format.regions if "open" in region)]
     mark = next((mark for mark in marks if opening.startswith(mark)), opening.partition("\n")[0])
     rest = quoted(opening.removeprefix(mark))

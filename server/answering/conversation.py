@@ -24,6 +24,19 @@ from server.context import Service
 from server.errors import ApiError
 
 
+async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
+    """The prompt of a chat request that is not answered.
+
+    Raises:
+        ApiError, InvalidRequestError: it cannot be rendered, or is far too long.
+    """
+    messages = read_messages(chat.messages)
+    rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
+    room = Room(service.client.info.max_model_len, "messages")
+    with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
+        return await service.render(messages, room, rendering)
+
+
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
     """Answers a chat request, whatever the endpoint's shape is.
@@ -78,6 +91,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         if self.parsing is not None:
             self.shown_special = self.parsing.shown_special
         self.shape = await enforce(self.service, self.shape, self.tools, self.parsing)
+        self._limit_reasoning()
         params = self.shape.params
         if params.max_tokens is None:
             limit = chat_max_tokens(params, self.service.client.info, len(prompt.token_ids))
@@ -86,6 +100,14 @@ class ConversationRun(Run[ChatPiece, Choice]):
                 limit = min(limit, size.most_tokens(self.service.settings))
             self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
         return [prompt]
+
+    def _limit_reasoning(self) -> None:
+        asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params
+        if asked is None:  # what the server asks for is no client's mistake
+            asked = -1 if (params.num_beams or 1) > 1 else self.service.settings.reasoning_budget
+        if asked >= 0 and self.parsing is not None and answers.limits_reasoning:
+            budget = answers.budget(asked, self.parsing)
+            self.shape = replace(self.shape, params=replace(params, reasoning_budget=budget))
 
     def maker(self, prompts: list[Prompt]) -> ChatPieces:
         # As in vLLM: without an answer that is opened, the last message is what goes on.
@@ -99,7 +121,11 @@ class ConversationRun(Run[ChatPiece, Choice]):
         )
 
     def ignored_fields(self) -> list[str]:
-        return [*self.body.ignored_fields(), *self.ignored, *(self.tools.ignored if self.tools is not None else ())]
+        tools = self.tools.ignored if self.tools is not None else ()
+        budget = self.body.reasoning_budget
+        unlimited = budget is not None and budget >= 0 and not self.service.answers.limits_reasoning
+        names = [self.public_name("reasoning_budget") or ""] if unlimited else []
+        return [*self.body.ignored_fields(), *self.ignored, *tools, *names]
 
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import ConfigError
+from server.workers.writing import Pair, Writing
 
 _HERE = Path(__file__).parent
 AUTO, NONE, OWN = "auto", "none", "response_template"
@@ -22,34 +23,6 @@ CALLS, REASONING = "call_formats", "reasoning_formats"  # folders
 SETTINGS = {CALLS: "tool_call_parser", REASONING: "reasoning_parser"}
 _MARKS = ("open", "open_pattern", "close", "close_pattern")
 _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """How an argument is written: begin NAME middle VALUE end."""
-
-    begin: str
-    middle: str
-    end: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """How a model of the family writes calls: first, then begin NAME middle ARGUMENTS end for each, then last.
-
-    Attributes:
-        between: stands between two calls; None where there can be only one.
-        pair: how each argument stands there by itself, text as it is and all else as JSON; None where they are one
-            JSON object.
-    """
-
-    first: str
-    begin: str
-    middle: str
-    end: str
-    between: str | None
-    last: str
-    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +153,7 @@ def prompted(formats: Formats) -> Formats:
     """The same of a model whose templates know no tools. It is told to write calls as Hermes does, which most models
     have seen, unless it has a way of its own that can be told."""
     calls = formats.calls
-    if calls is None or calls.writing is None or calls.writing.pair is not None:
+    if calls is None or calls.writing is None or not calls.writing.as_json:
         calls = _call_format(next(file for file in _files(CALLS) if file.name == "hermes"))
     return replace(formats, calls=calls, prompted=True)
 

@@ -35,6 +35,7 @@ NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "reasoning_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice",
     "tools.parameters": "input_schema",
 }
@@ -113,7 +114,7 @@ def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
     """Names of fields that might have been meant to change the answer, and do not."""
     given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
     unknown = [name for name in given if name not in _HARMLESS]
-    thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display")]
+    thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display", "budget_tokens")]
     config = [f"output_config.{name}" for name in body.output_config or () if name not in ("effort", "format")]
     return unknown + thinking + config
 
@@ -145,6 +146,8 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
             wanted = "enabled, adaptive or disabled"
             fail("thinking.type", f"thinking.type must be {wanted}, got {shown(kind)}.")
         variables.setdefault("enable_thinking", _THINKING[kind])
+        if _THINKING[kind] and body.thinking.get("budget_tokens") is not None:
+            fields["reasoning_budget"] = body.thinking["budget_tokens"]
     if variables:
         fields["chat_template_kwargs"] = variables
     choice = _read_choice(body.tool_choice)
@@ -240,7 +243,11 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         placed = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
         if role == "user":
             placed.sort(key=lambda one: not _is_result(one[0]))  # templates want a result right behind its call
-        for block, place in placed:
+        last_call = max((at for at, (block, _) in enumerate(placed) if _is_call(block)), default=None)
+        for at, (block, place) in enumerate(placed):
+            if role == "assistant" and last_call is not None and at > last_call and _is_text(block):
+                messages.append({"role": role})  # what is said behind the last call is a message of its own
+                last_call = None
             _add(messages, role, block, place, ignored)
     if not messages:
         fail("messages", f"messages must hold at least one message with something to read, got {len(given)}.")
@@ -257,11 +264,18 @@ def _is_result(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
+def _is_call(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in _CALLS
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "text"
+
+
 def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
     """Take a block in.
 
-    The assistant's text behind a call moves before it: some templates want nothing between a call and its result. Texts
-    are lists here, and are joined once, at the end.
+    Texts are lists here, and are joined once, at the end.
     """
     kind: Any = block.get("type") if isinstance(block, dict) else None
     said = isinstance(kind, str) and role == "assistant"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine import ReasoningBudget
+from server.answering.argument_values import typed
 from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
 from server.answering.formats import CallFormat, Formats, ReasoningFormat
 from server.answering.parts import Call, Part, Reasoning, Text
@@ -22,6 +24,8 @@ _CALLS = "calls_"  # how regions of calls are named, their numbers behind
 _SPACE = " \t\r\n"
 # Fed behind the answer's end: no mark holds it, so that whatever might have been the beginning of one is settled.
 _END = "\0"
+# What ends reasoning that may not go on.
+_LAST_WORDS = "\n\nThat is enough thinking; I answer now.\n"
 _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 
@@ -36,6 +40,7 @@ class Parsing:
         shown_special: special tokens without whose text the answer cannot be read.
         begins_in_reasoning: the prompt has opened it.
         reasoning_ends_with: the token that ends it, where that is one; its tokens can be counted then.
+        typed: the functions with the types of their arguments, where a call is read when it is complete.
     """
 
     formats: Formats
@@ -44,6 +49,7 @@ class Parsing:
     shown_special: frozenset[int]
     begins_in_reasoning: bool
     reasoning_ends_with: int | None = None
+    typed: list[dict[str, Any]] | None = None
 
 
 class AnswerReader:
@@ -53,6 +59,7 @@ class AnswerReader:
         formats: how it writes calls and reasoning.
         special: how texts write its special tokens, by their ids.
         token_id: the id of a token by its text; None where there is none.
+        encode: text to ids, without special tokens around them.
     """
 
     def __init__(
@@ -60,14 +67,38 @@ class AnswerReader:
         formats: Formats,
         special: Mapping[int, str] | None = None,
         token_id: Callable[[str], int | None] = lambda text: None,
+        encode: Callable[[str], list[int]] = lambda text: [],
     ):
         self.formats = formats
         self.special = special or {}
         self._reasoning_end = None if formats.reasoning is None else token_id(formats.reasoning.close)
+        self._opening: tuple[int, ...] = ()
+        self._last_words: tuple[int, ...] = ()
+        if formats.reasoning is not None and self._reasoning_end is not None:
+            mark = formats.reasoning.open.strip()
+            found = token_id(mark)
+            self._opening = tuple(encode(mark)) if found is None else (found,)
+            self._last_words = tuple(encode(_LAST_WORDS))
         self._templates: dict[bool, Any] = {}
         if formats.calls is not None or formats.reasoning is not None:
             _library()  # no request waits for the import
         self._shown = {calls: self._marks(calls) for calls in (False, True)}
+
+    @property
+    def limits_reasoning(self) -> bool:
+        """The model's reasoning ends with a token, which can be asked for."""
+        return bool(self._opening)
+
+    def budget(self, tokens: int, parsing: Parsing) -> ReasoningBudget:
+        """A limit on the reasoning of answers that are read like this."""
+        assert self._reasoning_end is not None
+        return ReasoningBudget(
+            tokens=tokens,
+            open=self._opening,
+            close=self._reasoning_end,
+            last_words=self._last_words,
+            begun=parsing.begins_in_reasoning,
+        )
 
     def _marks(self, calls: bool) -> frozenset[int]:
         """The special tokens among the marks that tell parts from each other, those of calls included or not."""
@@ -102,7 +133,15 @@ class AnswerReader:
             shown_special=self._shown[calls is not None],
             begins_in_reasoning=reasoning is not None and _begins_in(reasoning, prompt, final),
             reasoning_ends_with=self._reasoning_end,
+            typed=_typed(tools) if tools is not None and calls is not None and calls.field is not None else None,
         )
+
+
+def _typed(tools: Tools) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {"name": one.name, "parameters": typed(one.parameters)}}
+        for one in tools.functions
+    ]
 
 
 def _library() -> Any:
@@ -246,9 +285,10 @@ class AnswerParser:
         """A region that is read when it has closed."""
         text = value["opening"] + value["content"]
         cut, text = text.endswith(_END), text.removesuffix(_END)
-        calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.tools)
+        text = text if cut else text + region.get("close", "")
+        calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.typed)
         if not calls:
-            yield Text(text if cut else text + region.get("close", ""))
+            yield Text(text)
         for name, arguments in calls:
             call = self._calls.begin(name)
             yield from call.told()
@@ -287,14 +327,18 @@ class AnswerParser:
 
 
 def _read_whole(
-    format: CallFormat, region: Mapping[str, Any], text: str, tools: Tools | None
+    format: CallFormat, region: Mapping[str, Any], text: str, tools: list[dict[str, Any]] | None
 ) -> Sequence[tuple[str, str]]:
-    """Names and arguments of the calls in a region; none if it cannot be read."""
+    """Names and arguments of the calls in a region; none if it cannot be read.
+
+    Args:
+        tools: the types of arguments.
+    """
     assert format.field is not None
     transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}
     try:
-        read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools and tools.shown)
+        read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools)
         calls = [call["function"] for call in read["tool_calls"]]
         return [(str(call["name"]), _as_text(call["arguments"])) for call in calls]
     except Exception:  # a model may have written anything, and a checkpoint may bring the patterns

@@ -24,9 +24,9 @@ from server.answering.tools import Tools
 from server.api.structure import check_value
 from server.api.template_fields import TemplateFields
 from server.errors import ApiError, shown
-from server.workers.fitting import Writing
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.templates import Conversation, Rendered
+from server.workers.writing import Writing
 
 logger = logging.getLogger("octavo.server")
 
@@ -200,6 +200,4 @@ class ChatRenderer:
 
 def _writing(formats: Formats) -> Writing | None:
     written = None if formats.calls is None else formats.calls.writing
-    if written is None or written.pair is not None:  # its template writes the calls itself
-        return None
-    return Writing(written.first, written.begin, written.middle, written.end, written.between, written.last)
+    return written if written is not None and written.as_json else None  # else its template writes the calls itself

@@ -117,6 +117,7 @@ class ResponseEvents(Events[ChatPiece]):
         self._frame = frame
         self._blocks = Blocks(self)
         self._number = 0
+        self._begun = not frame["background"]
         self._written: list[str] = []
         self.final: Response | None = None
 
@@ -125,10 +126,14 @@ class ResponseEvents(Events[ChatPiece]):
     def opening(self) -> str:
         response = self._frame
         self._write("response.created", response=response)
-        self._write("response.in_progress", response=response)
+        self._write("response.in_progress" if self._begun else "response.queued", response=response)
         return self._taken()
 
     def news(self, updates: Sequence[Update]) -> str:
+        if updates and not self._begun:
+            self._begun = True
+            self._frame["status"] = "in_progress"
+            self._write("response.in_progress", response=self._frame)
         for update in updates:
             for news in self.maker.news(update):
                 self._blocks.feed(news)
@@ -161,7 +166,8 @@ class ResponseEvents(Events[ChatPiece]):
         code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
         failure = {"code": code, "message": problem.message}
         failed = {"status": "failed", "completed_at": None, "incomplete_details": None, "error": failure}
-        self._write("response.failed", response={**response, **failed})
+        self.final = {**response, **failed}
+        self._write("response.failed", response=self.final)
         return self._taken()
 
     # ---------------------------------------------------------------- what the blocks tell

@@ -41,10 +41,11 @@ _LEFT_OUT = (
 )  # fmt: skip
 
 
-def read_items(given: Any, ignored: Ignored) -> list[Item]:
+def read_items(given: Any, ignored: Ignored, name: str = "input") -> list[Item]:
     """The input as items of one form each: with a type and an id, contents as lists of parts.
 
     Args:
+        name: of the field that holds them.
         ignored: gets the names of what it leaves out.
 
     Raises:
@@ -52,13 +53,13 @@ def read_items(given: Any, ignored: Ignored) -> list[Item]:
     """
     if isinstance(given, str):
         if not given:
-            fail("input", "input must not be empty.")
-        return [_message({"role": "user", "content": given}, "input", ignored)]
+            fail(name, f"{name} must not be empty.")
+        return [_message({"role": "user", "content": given}, name, ignored)]
     if not isinstance(given, list):
-        fail("input", f"input must be a string or a list of items, got {shown(given)}.")
+        fail(name, f"{name} must be a string or a list of items, got {shown(given)}.")
     if not given:
-        fail("input", "input must hold at least one item, got an empty list.")
-    items = (_read_item(item, f"input[{index}]", ignored) for index, item in enumerate(given))
+        fail(name, f"{name} must hold at least one item, got an empty list.")
+    items = (_read_item(item, f"{name}[{index}]", ignored) for index, item in enumerate(given))
     return [item for item in items if item is not None]
 
 

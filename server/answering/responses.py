@@ -9,18 +9,21 @@ from typing import Any
 
 from fastapi import Request, Response
 from pydantic import RootModel
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
+from server.answering.background import Background, follow
 from server.answering.blocks import Blocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
+from server.answering.keeping import asked, note_failure, store_of
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
 from server.answering.public_names import chat_request, public_name, public_names
-from server.answering.reading import Ignored, fail, read_text
+from server.answering.reading import MAX_ID, Ignored, fail, read_text
 from server.answering.response_events import ResponseEvents, completed
 from server.answering.response_input import Item, to_messages
 from server.answering.response_tools import ResponseTools, function_name, read_response_tools
+from server.answering.streaming import EventStream, Wanted
 from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
 from server.api.fields import refuse_unsupported
 from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
@@ -41,7 +44,7 @@ NAMES = {
 }
 # Fields of other endpoints, which this one has by other names.
 _ELSEWHERE = {**NAMES, "functions": "tools", "function_call": "tool_choice", "stop_sequences": "stop"}
-_UNSUPPORTED = ("conversation", "prompt", "moderation", "n", "best_of", "use_beam_search")
+_UNSUPPORTED = ("prompt", "moderation", "n", "best_of", "use_beam_search")
 _LOGPROBS = "message.output_text.logprobs"
 # What else may be included is either part of the answer anyway, or of tools that there are not.
 _INCLUDABLE = (
@@ -52,7 +55,7 @@ _INCLUDABLE = (
 # There are no summaries: reasoning comes as it is, whatever is asked for.
 _SUMMARIES = (None, "auto", "concise", "detailed")
 _FORMATS = ("text", "json_object", "json_schema")
-_TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS)
+_TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
 
 
 def read_chat(
@@ -73,7 +76,7 @@ def read_chat(
     if len(items) > MAX_MESSAGES:
         fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
     fields["messages"] = to_messages(items, body.instructions)
-    fields["stream"] = bool(body.stream)
+    fields["stream"] = bool(body.stream or body.background)
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if _LOGPROBS in (body.include or ()):
@@ -99,6 +102,8 @@ def read_chat(
 
 def _refuse(body: ResponseRequest) -> None:
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    if body.background and body.store is False:
+        fail("background", "background needs the answer to be stored: leave store out, or send true.")
     for name in _UNSUPPORTED:
         if name in unknown:
             fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
@@ -106,9 +111,6 @@ def _refuse(body: ResponseRequest) -> None:
         if name in unknown:
             fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")
     refuse_unsupported(unknown)
-    if body.background:
-        message = "background is not supported: the answer comes with the request, at once or as a stream."
-        fail("background", message, code="unsupported_parameter")
     if body.truncation not in (None, "disabled", "auto"):
         fail("truncation", f"truncation must be disabled or auto, got {shown(body.truncation)}.")
     if body.stream_options is not None and not body.stream:
@@ -191,6 +193,19 @@ def _ignored_fields(body: ResponseRequest) -> list[str]:
     return unknown + text + reasoning + ["truncation"] * (body.truncation == "auto")
 
 
+def conversation_id(given: Any) -> str:
+    """The id in the field `conversation`: a string, or an object that holds one.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    id_ = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(id_, str) or not 0 < len(id_) <= MAX_ID:
+        wanted = f"the id of a conversation, at most {MAX_ID} characters, or an object with it"
+        fail("conversation", f"conversation must be {wanted}, got {shown(given)}.")
+    return id_
+
+
 def _frame(
     body: ResponseRequest, tools: ResponseTools, *, id_: str, model: str, created: int, store: bool
 ) -> dict[str, Any]:
@@ -201,7 +216,7 @@ def _frame(
         "object": "response",
         "created_at": created,
         "completed_at": None,
-        "status": "in_progress",
+        "status": "queued" if body.background else "in_progress",
         "error": None,
         "incomplete_details": None,
         "model": model,
@@ -209,6 +224,7 @@ def _frame(
         "usage": None,
         "store": store,
         "previous_response_id": body.previous_response_id,
+        "conversation": None if body.conversation is None else {"id": conversation_id(body.conversation)},
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -221,7 +237,7 @@ def _frame(
         "top_logprobs": body.top_logprobs or 0,
         **{name: getattr(body, name) for name in ("temperature", "top_p")},
         "truncation": "disabled",
-        "background": False,
+        "background": bool(body.background),
         "service_tier": "default",
         "user": body.user,
         "safety_identifier": body.safety_identifier,
@@ -241,9 +257,13 @@ class ResponseRun(ConversationRun[ChatPiece]):
     frame: dict[str, Any] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _cancelled: bool = False
+    _kept_status: str = "queued"  # in the store
+    _made: Background | None = None  # where the answer does not depend on its client
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it; while it streams it can be cancelled."""
+        if self.asked.background:
+            store_of(self.service, "background")
         store = self.service.response_store is not None and self.asked.store is not False
         self.frame = _frame(
             self.asked,
@@ -253,7 +273,68 @@ class ResponseRun(ConversationRun[ChatPiece]):
             created=self.created,
             store=store,
         )
+        if self.asked.background:
+            return await self._respond_later(request)
         return await ConversationRun.respond(self, request)
+
+    async def _respond_later(self, request: Request) -> Response:
+        """The answer as it is at its beginning, or its stream; it goes on without the client."""
+        key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
+        headers, ticket = await self.begin(request)
+        streamed = bool(self.asked.stream)
+        made = Background(
+            self.service, self.events_of(ticket), streamed, self._keep_news, self.failing, self.interrupted
+        )
+        if key is not None:  # until the answer has ended, and not only this request
+            await counts.begin(key.tenant, None, None)
+
+        def ended() -> None:
+            self.service.background.pop(self.request_id, None)
+            if key is not None:
+                counts.end(key.tenant)
+
+        self._made = self.service.background[self.request_id] = made
+        await asked(self.service, made.start(ended))
+        if not self.asked.stream:
+            return Response(to_json(self.frame), media_type="application/json", headers=headers)
+        events = follow(self.service, self.request_id, self.terms.tenant, -1)
+        return EventStream(events, Wanted(self.service.drain, lambda reason: None), headers)
+
+    async def _keep_news(self, first: int) -> bool:
+        """Write to the store what there is of the answer, and its events from this number on; whether that was
+        possible."""
+        store, made = self.service.response_store, self._made
+        assert store is not None
+        assert made is not None
+        events = made.events[first:] if self.asked.stream else []
+        ids: Any = (self.request_id, self.terms.tenant)
+        if not first:
+            frame, given = to_json(self.frame).decode(), to_json(self.items).decode()
+            previous = self.asked.previous_response_id
+            await store.begin(*ids, previous=previous, frame=frame, input=given, events=events)
+            return True
+        final = self._stream.final if isinstance(self._stream, ResponseEvents) else None
+        news: dict[str, Any] = {"events": events, "first": first}
+        if final is not None:
+            news["frame"], news["output"] = await self.made(lambda: _parts(final))
+        elif self.frame["status"] != self._kept_status:
+            news["frame"], _ = _parts(self.frame)
+        elif not events:
+            return True
+        status = self.frame["status"]
+        try:
+            await store.update(*ids, **news)
+        except StoreError as problem:
+            note_failure(self.service, problem)
+            return False
+        self._kept_status = status
+        return True
+
+    def ignored_fields(self) -> list[str]:
+        calls = self.service.answers.formats.calls
+        held = calls is not None and calls.writing is not None and calls.writing.as_json
+        formats = () if held else (f"tools.{name}.format" for name in self.called.enforced)
+        return [*ConversationRun.ignored_fields(self), *formats]
 
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None and self.called.enforced:
@@ -312,17 +393,26 @@ class ResponseRun(ConversationRun[ChatPiece]):
     def public_name(self, param: str | None) -> str | None:
         return public_name(param, NAMES)
 
+    async def _converse(self, final: Mapping[str, Any]) -> None:
+        """Add what was asked and answered to the conversation, if there is one, and it was answered."""
+        store, conversation = self.service.response_store, self.frame["conversation"]
+        if store is None or conversation is None or final["status"] not in ("completed", "incomplete"):
+            return
+        items = await self.made(lambda: from_json(to_json([*self.items, *final["output"]])))
+        try:
+            await asyncio.shield(store.conversations.add(conversation["id"], self.terms.tenant, items))
+        except StoreError as problem:
+            note_failure(self.service, problem)
+
     async def _kept(self, final: Mapping[str, Any]) -> bool:
         """Whether the answer is in the store, if it was to be; a store that fails takes no answer from its client."""
+        await self._converse(final)
         store = self.service.response_store
         if store is None or not self.frame["store"]:
             return not self.frame["store"]
-
-        def parts() -> tuple[str, str, str]:
-            frame = {name: value for name, value in final.items() if name != "output"}
-            return to_json(frame).decode(), to_json(self.items).decode(), to_json(final["output"]).decode()
-
-        frame, given, output = await self.made(parts)
+        if self._made is not None:  # it is written with its last events
+            return True
+        (frame, output), given = await self.made(lambda: (_parts(final), to_json(self.items).decode()))
         try:
             await asyncio.shield(
                 store.put(
@@ -335,7 +425,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
                 )
             )
         except StoreError as problem:
-            store.complain(problem)
-            self.service.metrics.store_failed()
+            note_failure(self.service, problem)
             return False
         return True
+
+
+def _parts(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """An answer without its output, and that, as JSON."""
+    frame = {name: value for name, value in answer.items() if name != "output"}
+    return to_json(frame).decode(), to_json(answer["output"]).decode()

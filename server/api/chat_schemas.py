@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from engine import MAX_LOGPROBS, SamplingParams
 from server.api.fields import at_most
 from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
-from server.api.template_fields import FUNCTION_NAME, TemplateFields, ToolChoice
+from server.api.template_fields import FUNCTION_NAME, ReasoningBudget, TemplateFields, ToolChoice
 
 MAX_CALLS = 128  # of functions in one message
 _TEXT_PART_SCHEMA = {
@@ -78,6 +78,7 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
         None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
     )
     parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    reasoning_budget: ReasoningBudget = None
     echo: bool | None = Field(
         None, description="Begin the answer with the last message's text, where that has the same role."
     )

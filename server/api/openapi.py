@@ -15,6 +15,8 @@ SCHEME = "api_key"
 KEY_SCHEME = "x_api_key"
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
 
+# Ends of paths whose bodies no engine answers.
+_WITHOUT_ENGINE = ("/count_tokens", "/input_tokens", "/conversations", "/{conversation_id}", "/items")
 _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",
@@ -62,7 +64,7 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
             if path not in needless and roles_for(path) == {Role.INFERENCE}:
                 add(responses, "429", "The API key's limit of requests a minute, or at the same time, is reached.")
             if "requestBody" in operation:
-                if path.startswith("/v1/") and not path.endswith("/count_tokens"):  # the engine serves it
+                if path.startswith("/v1/") and not path.endswith(_WITHOUT_ENGINE):
                     operation.setdefault("parameters", []).append(_TIMEOUT)
                 add(responses, "408", "The body did not arrive in time.")
                 add(responses, "413", "The body is larger than the server's max_body_size.")

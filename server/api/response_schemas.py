@@ -12,8 +12,9 @@ from server.api.base import Body
 from server.api.chat_schemas import ChatTokenLogprob
 from server.api.fields import Name, at_most, sampling_fields
 from server.api.schemas import MAX_MESSAGES, ServedBody
-from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
+from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES, ReasoningBudget
 
+MAX_ADDED = 20  # items of a conversation in one request, as at OpenAI
 MAX_METADATA = 16  # pairs, as at OpenAI
 MAX_METADATA_NAME = 64  # characters
 MAX_METADATA_VALUE = 512
@@ -80,6 +81,7 @@ _INPUT_SCHEMA = {
         },
     ]
 }
+_ITEMS = {**_INPUT_SCHEMA["anyOf"][1], "maxItems": MAX_ADDED}
 _FUNCTION = {
     "type": "object",
     "properties": {
@@ -134,12 +136,22 @@ def _check_metadata(value: Any) -> Any:
     return value
 
 
+_CONVERSATION = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]},
+        {"type": "null"},
+    ]
+}
 _METADATA = {
     "type": "object",
     "maxProperties": MAX_METADATA,
     "propertyNames": {"maxLength": MAX_METADATA_NAME},
     "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
 }
+
+
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)]
 
 
 class ResponseStreamOptions(Body):
@@ -153,8 +165,9 @@ class ResponseRequest(OneAnswerBody):
 
     # Checked by `server.answering.response_input`, whose errors say which item is at fault.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
+        None,
         description="What the model is to answer: a text, or items: messages, calls of functions and their results, "
-        "reasoning."
+        "reasoning.",
     )
     model: str | None = Field(None, description="The served model's id; may be left out.")
     instructions: str | None = Field(None, description="A system message before all others.")
@@ -164,10 +177,12 @@ class ResponseRequest(OneAnswerBody):
     previous_response_id: Name | None = Field(
         None, description="Go on from a stored answer: its input and output come before this input."
     )
-    store: bool | None = Field(None, description="Keep the answer, where the server has a store for them (true).")
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)] = Field(
-        None, description="Pairs that are kept with the answer."
+    conversation: Annotated[Any, WithJsonSchema(_CONVERSATION)] = Field(
+        None,
+        description="Go on with a stored conversation: its items come before the input, which is added to it, too.",
     )
+    store: bool | None = Field(None, description="Keep the answer, where the server has a store for them (true).")
+    metadata: Metadata = Field(None, description="Pairs that are kept with the answer.")
     include: Annotated[list[Name], Field(fail_fast=True), at_most(_MAX_MEMBERS, "names")] | None = Field(
         None, description="message.output_text.logprobs: log-probabilities of the answer's tokens."
     )
@@ -192,11 +207,14 @@ class ResponseRequest(OneAnswerBody):
     reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
         None, description="`effort`: for the model's template."
     )
+    reasoning_budget: ReasoningBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
         None, description="Variables for the model's template, such as enable_thinking."
     )
     truncation: Name | None = Field(None, description="disabled or auto: in either case nothing is cut from the input.")
-    background: bool | None = Field(None, description="false; true is not supported.")
+    background: bool | None = Field(
+        None, description="Answer at once, and make the answer whether the client stays or not; needs a store."
+    )
     max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
     user: str | None = Field(None, max_length=512, description="Shown in the answer.")
     safety_identifier: str | None = Field(None, max_length=512, description="Shown in the answer.")
@@ -306,6 +324,12 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+class ConversationId(TypedDict):
+    """The conversation of an answer."""
+
+    id: str
+
+
 class ResponseObject(BaseModel):
     """An answer, with what was asked for."""
 
@@ -313,7 +337,7 @@ class ResponseObject(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseProblem | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -321,6 +345,7 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage | None
     store: bool = Field(description="The answer is kept.")
     previous_response_id: str | None
+    conversation: ConversationId | None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -334,11 +359,18 @@ class ResponseObject(BaseModel):
     top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]
-    background: Literal[False]
+    background: bool
     service_tier: Literal["default"]
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
+
+
+class InputTokens(BaseModel):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponseDeleted(BaseModel):
@@ -357,3 +389,53 @@ class ItemList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def of(cls, items: list[dict[str, Any]], *, more: bool) -> ItemList:
+        """A page.
+
+        Args:
+            more: further items follow.
+        """
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        return cls(data=items, first_id=first, last_id=last, has_more=more)
+
+
+class ConversationFields(Body):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] | None = Field(
+        None, description="The first items: messages, calls of functions and their results, reasoning."
+    )
+    metadata: Metadata = Field(None, description="Pairs that are kept with the conversation.")
+
+
+class ConversationUpdate(Body):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata = Field(description="Pairs that replace the ones that were kept.")
+
+
+class NewItems(Body):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] = Field(
+        description="Items that come at the end."
+    )
+
+
+class ConversationObject(BaseModel):
+    """A conversation without its items."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationDeleted(BaseModel):
+    """Answer of DELETE /v1/conversations/{conversation_id}."""
+
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, Field, WithJsonSchema
 
 from server.api.fields import Name, at_most
 
@@ -52,6 +52,19 @@ _DOCUMENTS = {
     "maxItems": MAX_DOCUMENTS,
     "items": {"type": "object", "properties": {"title": {"type": "string"}, "text": {"type": "string"}}},
 }
+
+
+# By the names that llama.cpp, vLLM and Qwen's service give it.
+ReasoningBudget = Annotated[
+    int | None,
+    Field(
+        ge=-1,
+        validation_alias=AliasChoices(
+            "reasoning_budget", "thinking_token_budget", "thinking_budget", "thinking_budget_tokens"
+        ),
+        description="Most tokens of reasoning; then the model must answer. 0: none; -1: no limit.",
+    ),
+]
 
 
 class TemplateFields(BaseModel):

@@ -6,7 +6,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "the model": (
         "model", "demo", "served_model_name", "strict_model_name", "revision", "hf_token", "tokenizer",
         "skip_tokenizer_init", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser",
-        "tool_prompt", "catalogue", "show_progress",
+        "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
     "where it computes, and in which numbers": (
         "device", "dtype", "quantization", "quantization_cache", "threads", "distributed_executor_backend",

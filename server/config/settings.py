@@ -95,6 +95,7 @@ class ServerSettings(BaseModel):
         reasoning_parser: how it marks what it thinks before it answers: a name, none, or auto.
         tool_prompt: auto: where the chat template knows no tools, a system message tells the model of them; off: a
             request with tools is refused then.
+        reasoning_budget: most tokens of reasoning in an answer, where its request does not say; -1: no limit.
         response_store: SQLite file that keeps answers of /v1/responses, so that clients can go on from them and read
             them again; made if it is not there (default: none are kept).
         response_store_max_age: seconds that an answer is kept.
@@ -156,6 +157,7 @@ class ServerSettings(BaseModel):
     tool_call_parser: str = Field(default="auto", min_length=1)
     reasoning_parser: str = Field(default="auto", min_length=1)
     tool_prompt: Literal["auto", "off"] = "auto"
+    reasoning_budget: int = Field(default=-1, ge=-1)
     response_store: str | None = _NAME
     response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
     response_store_max_size: int | str = "1GiB"

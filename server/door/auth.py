@@ -22,6 +22,8 @@ METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 ABOUT_PATHS = frozenset(
     {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
 )
+_KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
+_COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
 
 
@@ -45,6 +47,12 @@ def roles_for(path: str) -> frozenset[Role]:
 def is_inference(scope: Scope) -> bool:
     """The request may make the model work."""
     return roles_for(routed_path(scope)) == {Role.INFERENCE}
+
+
+def asks_for_kept(scope: Scope) -> bool:
+    """The request is about what the store has: the model does not work for it."""
+    path = routed_path(scope)
+    return path.startswith(_KEPT_FOLDERS) and path not in _COUNTING
 
 
 class AuthMiddleware:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.door.auth import is_inference
+from server.door.auth import asks_for_kept, is_inference
 from server.door.key_counts import CountsKeys
 from server.door.keys import ApiKey
 from server.door.rates import Window
@@ -38,12 +38,16 @@ class KeyLimitsMiddleware:
         if scope["type"] != "http" or key is None or not is_inference(scope):
             await self._app(scope, receive, send)
             return
-        begun = await self._counts.begin(key.tenant, key.max_concurrency, key.requests_per_minute)
+        kept = asks_for_kept(scope)
+        begun = await self._counts.begin(key.tenant, None if kept else key.max_concurrency, key.requests_per_minute)
         if begun.counted:
+            if kept:  # whoever waits for an answer may look after it, however much of the key runs
+                self._counts.end(key.tenant)
             try:
                 await self._app(scope, receive, send if begun.window is None else _with_headers(send, begun.window))
             finally:
-                self._counts.end(key.tenant)
+                if not kept:
+                    self._counts.end(key.tenant)
             return
         refusal = self._too_many(key, begun.running) if begun.window is None else self._too_often(begun.window)
         extra = {"status": refusal.status_code, "code": refusal.code, "client": client_address(scope)}

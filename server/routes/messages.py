@@ -7,15 +7,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
+from server.answering.conversation import render_chat
 from server.answering.endpoints import require
 from server.answering.message_events import MessageRun, in_anthropics_words
 from server.answering.message_input import NAMES, read_chat, read_prompt
-from server.answering.messages import estimate_messages, read_messages
-from server.answering.prompt import Room
 from server.answering.public_names import public_names
 from server.answering.reading import Ignored
-from server.answering.rendering import read_rendering
-from server.answering.tools import read_tools
 from server.api import examples
 from server.api.fields import ignored_header
 from server.api.message_schemas import CountTokensRequest, MessageError, MessageObject, MessageRequest, TokenCount
@@ -64,11 +61,6 @@ async def count_tokens(
     ignored: Ignored = set()
     chat = read_prompt(body, ignored)
     response.headers.update(ignored_header(ignored))
-    with public_names(NAMES):
-        messages = read_messages(chat.messages)
-        rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
-        with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
-            room = Room(service.client.info.max_model_len, "messages")
-            with in_anthropics_words(room.tokens):
-                prompt = await service.render(messages, room, rendering)
+    with public_names(NAMES), in_anthropics_words(service.client.info.max_model_len):
+        prompt = await render_chat(service, chat)
     return TokenCount(input_tokens=len(prompt.token_ids))

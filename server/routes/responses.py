@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from pydantic_core import to_json
 
 from engine import parse_bytes
+from server.answering.background import follow
+from server.answering.conversation import render_chat
 from server.answering.endpoints import require
+from server.answering.keeping import asked, store_of, tenant_of
 from server.answering.public_names import public_names
-from server.answering.reading import Ignored
+from server.answering.reading import Ignored, fail
 from server.answering.response_input import Item, read_items
-from server.answering.responses import NAMES, ResponseRun, read_chat
+from server.answering.response_tools import ResponseTools
+from server.answering.responses import NAMES, ResponseRun, conversation_id, read_chat
+from server.answering.streaming import EventStream, Wanted
 from server.api import examples
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.fields import ignored_header
 from server.api.reading import StrictJsonRoute
-from server.api.response_schemas import ItemList, ResponseDeleted, ResponseObject, ResponseRequest
+from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
+from server.api.schemas import MAX_MESSAGES
 from server.context import Service, ServiceDep
+from server.conversation_store import TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
-from server.response_store import HistoryError, Kept, StoreError
-
-logger = logging.getLogger("octavo.server")
-
-T = TypeVar("T")
+from server.response_store import HistoryError, Kept
 
 router = APIRouter(route_class=StrictJsonRoute)
+counting = APIRouter(route_class=StrictJsonRoute)
 stored = APIRouter()
 
 _ENDPOINT = "/v1/responses"
@@ -48,17 +52,43 @@ async def create_response(
 ) -> Response:
     """Say what comes next in a conversation, at once or as a stream of typed events."""
     arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, _ENDPOINT)
     ignored: Ignored = set()
-    items = read_items(body.input, ignored)
-    history: list[Item] = []
-    if body.previous_response_id is not None:
-        history = await _history(service, body.previous_response_id, _tenant(request))
-    chat, tools = read_chat(body, [*history, *items], ignored)
+    items, chat, tools = await _read(body, request, service, ignored)
     with public_names(NAMES):
         run = ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
     return await run.respond(request)
+
+
+@counting.post(f"{_ENDPOINT}/input_tokens", responses=ERROR_RESPONSES, summary="Count the tokens of an input")
+async def count_input_tokens(
+    body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+) -> InputTokens:
+    """How many tokens the prompt has that /v1/responses makes of the same body."""
+    ignored: Ignored = set()
+    _, chat, _ = await _read(body, request, service, ignored)
+    response.headers.update(ignored_header(ignored))
+    with public_names(NAMES):
+        return InputTokens(input_tokens=len((await render_chat(service, chat)).token_ids))
+
+
+async def _read(
+    body: ResponseRequest, request: Request, service: Service, ignored: Ignored
+) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
+    """The items that a body brings, and the chat request with its tools that asks for the same."""
+    service.check_model(body.model)
+    require(service, _ENDPOINT)
+    history: list[Item] = []
+    if body.previous_response_id is not None:
+        if body.conversation is not None:
+            fail("conversation", "conversation cannot be sent with previous_response_id: each says what came before.")
+        history = await _history(service, body.previous_response_id, tenant_of(request))
+    elif body.conversation is not None:
+        history = await _conversation(service, conversation_id(body.conversation), tenant_of(request))
+    items = [] if body.input is None and history else read_items(body.input, ignored)
+    return items, *read_chat(body, [*history, *items], ignored)
 
 
 @stored.get(
@@ -71,21 +101,32 @@ async def get_response(
     response_id: ResponseId,
     request: Request,
     service: ServiceDep,
-    stream: Annotated[bool, Query(description="false; true is not supported.")] = False,
+    stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
+    starting_after: Annotated[
+        int, Query(ge=-1, description="With stream: begin behind the event of this number.")
+    ] = -1,
 ) -> Response:
-    """An answer that was stored, as it was sent."""
-    if stream:
-        message = "stream is not supported here: a stored answer comes at once."
-        raise ApiError(400, message, param="stream", code="unsupported_parameter")
-    kept = await _kept(service, response_id, _tenant(request))
-    return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
+    """An answer that was stored, as it is; its stream from any event on, if it had one in the background."""
+    tenant = tenant_of(request)
+    kept = await _kept(service, response_id, tenant)
+    if not stream:
+        return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
+    store = service.response_store
+    assert store is not None
+    if await asked(service, store.events(response_id, tenant, starting_after)) is None:
+        message = f"{shown(response_id)} has no stream to resume: only answers made with background and stream have."
+        raise ApiError(400, message, param="stream", code="invalid_value")
+    events = follow(service, response_id, tenant, starting_after)
+    return EventStream(events, Wanted(service.drain, lambda reason: None))
 
 
 @stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
 async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
     """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
-    store = service.response_store
-    if store is None or not await _asked(service, store.delete(response_id, _tenant(request))):
+    store, tenant = service.response_store, tenant_of(request)
+    if not (await _kept(service, response_id, tenant)).ended:
+        await _cancelled(service, response_id, tenant)
+    if store is None or not await asked(service, store.delete(response_id, tenant)):
         raise _unknown(service, response_id)
     return ResponseDeleted(id=response_id)
 
@@ -94,17 +135,17 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
     f"{_ENDPOINT}/{{response_id}}/cancel",
     response_model=ResponseObject,
     responses=ERROR_RESPONSES,
-    summary="End a streamed answer",
+    summary="End an answer that is not complete",
 )
 async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
-    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too."""
-    running = service.running_responses.get(response_id)
-    if running is not None and running.terms.tenant == _tenant(request):
-        return Response(to_json(running.cancel()), media_type="application/json")
-    cancelled = await service.commons.cancel(response_id, _tenant(request))
+    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too.
+    One that was made in the background and has ended is answered as it is."""
+    cancelled = await _cancelled(service, response_id, tenant_of(request))
     if cancelled is not None:
         return Response(to_json(cancelled), media_type="application/json")
-    await _kept(service, response_id, _tenant(request))
+    kept = await _kept(service, response_id, tenant_of(request))
+    if kept.background:
+        return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
     message = f"{shown(response_id)} cannot be cancelled: it has ended."
     raise ApiError(400, message, param="response_id", code="invalid_value")
 
@@ -121,7 +162,7 @@ async def list_input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
 ) -> ItemList:
     """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
-    kept = await _kept(service, response_id, _tenant(request))
+    kept = await _kept(service, response_id, tenant_of(request))
     items = await asyncio.to_thread(kept.items)
     if order == "desc":
         items.reverse()
@@ -131,30 +172,23 @@ async def list_input_items(
             message = f"after must be the id of one of the response's input items, got {shown(after)}."
             raise ApiError(400, message, param="after", code="invalid_value")
         items = items[places[0] + 1 :]
-    page = items[:limit]
-    return ItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > limit,
-    )
+    return ItemList.of(items[:limit], more=len(items) > limit)
 
 
-def _tenant(request: Request) -> str | None:
-    return getattr(request.state, "tenant", None)
+async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str, Any] | None:
+    """An answer that was being made, ended; None where there is none."""
+    running = service.running_responses.get(id_)
+    if running is not None and running.terms.tenant == tenant:
+        return running.cancel()
+    return await service.commons.cancel(id_, tenant)
 
 
 async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]:
-    store, name = service.response_store, "previous_response_id"
-    if store is None:
-        message = (
-            f"{name} needs answers to be stored, and this server stores none: send the whole conversation as input, or "
-            "start it with --response-store."
-        )
-        raise ApiError(400, message, param=name, code="unsupported_parameter")
+    name = "previous_response_id"
+    store = store_of(service, name)
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:
-        return await _asked(service, store.history(id_, tenant, most))
+        return await asked(service, store.history(id_, tenant, most))
     except HistoryError as problem:
         message = f"{name} {shown(id_)} cannot be gone on from: {problem}."
         if problem.missing is None:
@@ -163,27 +197,26 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
         raise ApiError(400, message, param=name, code="previous_response_not_found") from None
 
 
+async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
+    """What a stored conversation holds."""
+    conversations = store_of(service, "conversation").conversations
+    most = parse_bytes(service.settings.max_body_size, "max_body_size")
+    try:
+        items = await asked(service, conversations.history(id_, tenant, MAX_MESSAGES, most))
+    except TooLargeError as problem:
+        message = f"conversation {shown(id_)} cannot be gone on with: {problem}. Delete items, or begin another."
+        fail("conversation", message, code="context_length_exceeded")
+    if items is None:
+        raise ApiError(404, f"There is no conversation {shown(id_)}.", param="conversation", code="not_found")
+    return items
+
+
 async def _kept(service: Service, id_: str, tenant: str | None) -> Kept:
     store = service.response_store
-    kept = None if store is None else await _asked(service, store.get(id_, tenant))
+    kept = None if store is None else await asked(service, store.get(id_, tenant))
     if kept is None:
         raise _unknown(service, id_)
     return kept
-
-
-async def _asked(service: Service, answer: Awaitable[T]) -> T:
-    """What the store says.
-
-    Raises:
-        ApiError: 500, it failed.
-    """
-    try:
-        return await answer
-    except StoreError as problem:
-        service.metrics.store_failed()
-        logger.error("The store of responses failed: %s", problem)
-        message = "The store of responses failed; the server's log says why."
-        raise ApiError(500, message, code="internal_error") from problem
 
 
 def _unknown(service: Service, id_: str) -> ApiError:

@@ -11,12 +11,15 @@ import collections
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from server.workers.writing import Writing
 
 Messages = list[dict[str, Any]]
 Roles = tuple[str, ...]
 # Whether a template shows all messages of these roles; "call" is the assistant's call of a function, "said call" one
-# with text before it, "calls" two calls in one message.
+# with text before it, "calls" two calls in one message. The order ("user", "call", "assistant", "tool") is a call with
+# text behind it.
 Shows = Callable[[Roles], bool]
 
 _LEADING = ("system", "developer")
@@ -30,26 +33,6 @@ You can call these functions. Each line describes one:
 To call a function, write this, with its name and its arguments, a JSON object:
 {call}
 The results come between <tool_response> and </tool_response>. Without a call, answer in plain text."""
-
-
-class Writing(NamedTuple):
-    """How calls stand in an answer: first, then begin NAME middle ARGUMENTS end for each, then last. `between` stands
-    between two."""
-
-    first: str
-    begin: str
-    middle: str
-    end: str
-    between: str | None
-    last: str
-
-    def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as text: names and arguments."""
-        each = [f"{self.begin}{name}{self.middle}{arguments}{self.end}" for name, arguments in calls]
-        return f"{self.first}{(self.between or '').join(each)}{self.last}"
-
-
-HERMES = Writing("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "")
 
 
 def mark(index: int) -> str:
@@ -128,7 +111,13 @@ def _with_calls(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     if not shows(("user", "call", "tool")):
         results = shows(("user", "assistant", "tool"))
         return [_call_as_text(one, writing) if results else _as_text(one, writing) for one in messages]
-    if any(len(one.get("tool_calls") or ()) > 1 for one in messages) and not shows(("user", "calls", "tool", "tool")):
+    apart = any(len(one.get("tool_calls") or ()) > 1 for one in messages)
+    apart = apart and not shows(("user", "calls", "tool", "tool"))
+    behind = ("user", "call", "assistant", "tool")
+    goes_on = _follow(messages, "tool", "assistant")
+    if apart or not (shows(behind) and (not goes_on or shows((*behind, "assistant", "user")))):
+        messages = _calls_last(messages)
+    if apart:
         messages = _one_by_one(messages)
     said = any(one.get("tool_calls") and one["content"] for one in messages)
     if said and not shows(("user", "said call", "tool")) and shows(("user", "assistant", "call", "tool", "assistant")):
@@ -149,6 +138,19 @@ def _as_text(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     return _call_as_text(message, writing)
+
+
+def _calls_last(messages: Messages) -> Messages:
+    """Move text between a call and its result before the call."""
+    made: Messages = []
+    for place, message in enumerate(messages):
+        called = made[-1] if made and made[-1].get("tool_calls") and made[-1]["role"] == "assistant" else None
+        answered = any(one["role"] == "tool" for one in messages[place + 1 : place + 2])
+        if called is not None and answered and message["role"] == "assistant" and not message.get("tool_calls"):
+            made[-1] = {**_one([{**called, "tool_calls": None}, message]), "tool_calls": called["tool_calls"]}
+        else:
+            made.append(message)
+    return made
 
 
 def _one_by_one(messages: Messages) -> Messages:

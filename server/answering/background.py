@@ -1,0 +1,161 @@
+"""Answers that are made whether their clients stay or not: `background` of /v1/responses.
+
+The process that makes such an answer holds the events of its stream, and writes them to the store a few times a second.
+Clients of this process follow the events here, those of others in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.types import Message
+
+from server.answering.streaming import COMMENT, Wanted
+from server.context import Service
+from server.errors import ApiError, to_api_error
+from server.response_store import ResponseStore
+
+_WRITE_INTERVAL = 0.25  # seconds between two writes of new events
+_LOOK_INTERVAL = 0.25  # seconds between two looks for what another process has written
+
+
+class Background:
+    """The events of an answer that does not depend on its client.
+
+    Args:
+        service: that makes it.
+        events: the answer as items of some events each; the first one once the engine has accepted it.
+        streamed: clients may follow the events; else only their number counts.
+        keep: writes to the store the events from that number on, and returns whether it could. It is called first when
+            the engine has accepted the request, and last when the answer has ended.
+        failing: makes the last events of a problem.
+        interrupted: told why, if the answer was given up.
+
+    Attributes:
+        events: all events so far, each at the place of its number.
+        done: there will be no more.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        events: AsyncGenerator[str, None],
+        streamed: bool,
+        keep: Callable[[int], Coroutine[Any, Any, bool]],
+        failing: Callable[[ApiError], str],
+        interrupted: Callable[[str], None],
+    ):
+        self.events: list[str] = []
+        self.done = False
+        self._service = service
+        self._source = events
+        self._streamed = streamed
+        self._keep = keep
+        self._failing = failing
+        self._interrupted = interrupted
+        self._written = 0
+        self._changed = asyncio.Event()
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self, ended: Callable[[], None]) -> None:
+        """Begin to make the answer; returns when the engine has accepted it, and the store has it.
+
+        Args:
+            ended: called when there is nothing more to do.
+
+        Raises:
+            ApiError, OctavoError, StoreError: the request is refused, or cannot be stored.
+        """
+        task = asyncio.create_task(self._make())
+        task.add_done_callback(lambda _: ended())
+        await asyncio.shield(self._accepted)
+
+    async def changed(self) -> None:
+        """Wait until there are further events, or there will be none."""
+        await self._changed.wait()
+
+    async def _make(self) -> None:
+        wanted = Wanted(self._service.drain, self._interrupted)
+        try:
+            with self._service.drain.running():
+                try:
+                    await wanted.run({}, _nothing, self._take_all())
+                except Exception as problem:
+                    if not self._accepted.done():
+                        self._accepted.set_exception(problem)
+                        return
+                    self._take(self._failing(to_api_error(problem)))
+                await self._write()
+        finally:
+            self.done = True
+            self._tell()
+
+    async def _take_all(self) -> None:
+        wrote = float("-inf")
+        async with aclosing(self._source) as source:
+            async for item in source:
+                self._take(item)
+                if not self._accepted.done():
+                    await self._write()
+                    self._accepted.set_result(None)
+                elif time.monotonic() - wrote >= _WRITE_INTERVAL:
+                    await self._write()
+                    wrote = time.monotonic()
+
+    def _take(self, item: str) -> None:
+        events = [event for event in item.split("\n\n")[:-1] if not event.startswith(":")]
+        self.events += [f"{event}\n\n" if self._streamed else "" for event in events]
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _write(self) -> None:
+        count = len(self.events)
+        if self._written < count and await self._keep(self._written):
+            self._written = count
+
+
+async def _nothing() -> Message:
+    """No client is there to leave."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
+
+
+async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
+    """The events of an answer behind one of this number, up to the last, wherever they are made.
+
+    Args:
+        id_: of an answer whose stream is kept.
+    """
+    store, made = service.response_store, service.background.get(id_)
+    assert store is not None
+    yield ""  # nothing can be wrong any more
+    keepalive = service.settings.stream_keepalive or None
+    sent, silent = after + 1, time.monotonic()
+    while True:
+        events, last = (
+            (made.events[sent:], made.done) if made is not None else await _stored(store, id_, tenant, sent - 1)
+        )
+        if events:
+            sent, silent = sent + len(events), time.monotonic()
+            yield "".join(events)
+        elif last:
+            return
+        elif keepalive is not None and time.monotonic() - silent >= keepalive:
+            silent = time.monotonic()
+            yield COMMENT
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(keepalive):
+                    await (made.changed() if made is not None else asyncio.sleep(_LOOK_INTERVAL))
+
+
+async def _stored(store: ResponseStore, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool]:
+    found = await store.events(id_, tenant, after)
+    return ([], True) if found is None else found

@@ -1,0 +1,61 @@
+"""The store of responses, as routes ask it: its failures are answers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import NoReturn, TypeVar
+
+from fastapi import Request
+
+from server.context import Service
+from server.errors import ApiError
+from server.response_store import ResponseStore, StoreError
+
+T = TypeVar("T")
+
+
+def tenant_of(request: Request) -> str | None:
+    """The tenant of a request; None without keys."""
+    return getattr(request.state, "tenant", None)
+
+
+def store_of(service: Service, name: str) -> ResponseStore:
+    """The store, for a field or an endpoint that needs one.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if service.response_store is None:
+        message = f"{name} needs a store, and this server has none: start it with --response-store FILE"
+        raise ApiError(400, f"{message}, or send the whole conversation.", param=name, code="unsupported_parameter")
+    return service.response_store
+
+
+async def asked(service: Service, answer: Awaitable[T]) -> T:
+    """The store's answer.
+
+    Raises:
+        ApiError: 500, it failed.
+    """
+    try:
+        return await answer
+    except StoreError as problem:
+        failed(service, problem)
+
+
+def failed(service: Service, problem: StoreError) -> NoReturn:
+    """The answer to a request that the store has failed.
+
+    Raises:
+        ApiError: 500, always.
+    """
+    note_failure(service, problem)
+    message = "The store of responses failed; the server's log says why."
+    raise ApiError(500, message, code="internal_error") from problem
+
+
+def note_failure(service: Service, problem: StoreError) -> None:
+    """Count and log that the store has failed."""
+    service.metrics.store_failed()
+    if service.response_store is not None:
+        service.response_store.complain(problem)

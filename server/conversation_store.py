@@ -1,0 +1,305 @@
+"""Conversations of /v1/conversations: their items, in the file of stored responses, with its limits and its tenants."""
+
+from __future__ import annotations
+
+import sqlite3
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS conversations (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    created REAL NOT NULL,
+    used REAL NOT NULL,
+    size INTEGER NOT NULL,
+    metadata TEXT NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS conversations_by_tenant ON conversations (tenant, used);
+CREATE INDEX IF NOT EXISTS conversations_by_age ON conversations (used);
+CREATE TABLE IF NOT EXISTS items (
+    number INTEGER PRIMARY KEY,
+    conversation INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    item TEXT NOT NULL,
+    UNIQUE (conversation, id)
+) STRICT;
+CREATE INDEX IF NOT EXISTS items_by_place ON items (conversation, number);
+CREATE TRIGGER IF NOT EXISTS conversation_kept AFTER INSERT ON conversations BEGIN
+    INSERT INTO usage (tenant, size) VALUES (new.tenant, new.size)
+    ON CONFLICT (tenant) DO UPDATE SET size = size + excluded.size;
+END;
+CREATE TRIGGER IF NOT EXISTS conversation_grown AFTER UPDATE OF size ON conversations BEGIN
+    UPDATE usage SET size = size + new.size - old.size WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS conversation_lost AFTER DELETE ON conversations BEGIN
+    DELETE FROM items WHERE conversation = old.number;
+    UPDATE usage SET size = size - old.size WHERE tenant = old.tenant;
+    DELETE FROM usage WHERE tenant = old.tenant AND size <= 0;
+END;
+CREATE TRIGGER IF NOT EXISTS item_kept AFTER INSERT ON items BEGIN
+    UPDATE conversations SET size = size + length(CAST(new.item AS BLOB)) WHERE number = new.conversation;
+END;
+CREATE TRIGGER IF NOT EXISTS item_lost AFTER DELETE ON items BEGIN
+    UPDATE conversations SET size = size - length(CAST(old.item AS BLOB)) WHERE number = old.conversation;
+END;
+"""
+_ROW = 64  # bytes that a conversation counts besides its items
+
+Item = dict[str, Any]
+
+
+class TooLargeError(Exception):
+    """A conversation would have more items, or more bytes, than one may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation without its items."""
+
+    id: str
+    created: int
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some items, and whether more follow."""
+
+    items: list[Item]
+    more: bool
+
+
+class Conversations:
+    """Conversations by id, those of each tenant apart. Where one is not there, or too old, the answer is None.
+
+    Args:
+        database: of the store.
+        run: calls in the store's thread.
+        transaction: around changes.
+        now: seconds since 1970.
+        oldest: those that were last used before that are too old.
+        make_room: ends a change: others go if there is no room. It is given the id of what stays.
+        overwrite: called after a deletion, so that nothing is left of the text.
+    """
+
+    def __init__(
+        self,
+        database: sqlite3.Connection,
+        run: Callable[..., Awaitable[Any]],
+        transaction: Callable[[], AbstractContextManager[sqlite3.Connection]],
+        now: Callable[[], float],
+        oldest: Callable[[], float],
+        make_room: Callable[[sqlite3.Connection, str], None],
+        overwrite: Callable[[], None],
+    ):
+        self._database = database
+        self._run = run
+        self._transaction = transaction
+        self._now = now
+        self._oldest = oldest
+        self._make_room = make_room
+        self._overwrite = overwrite
+
+    async def create(self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+        """A new one."""
+        created: Conversation = await self._run(self._create, tenant or "", metadata, items)
+        return created
+
+    async def get(self, id_: str, tenant: str | None) -> Conversation | None:
+        """One that is there."""
+        found: Conversation | None = await self._run(self._get, id_, tenant or "")
+        return found
+
+    async def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
+        """Replace its metadata."""
+        found: Conversation | None = await self._run(self._update, id_, tenant or "", metadata)
+        return found
+
+    async def delete(self, id_: str, tenant: str | None) -> bool:
+        """Delete it with its items; whether there was one."""
+        return bool(await self._run(self._delete, id_, tenant or ""))
+
+    async def add(
+        self, id_: str, tenant: str | None, items: Sequence[Item], most: int | None = None
+    ) -> list[Item] | None:
+        """Items at its end; they come back with the ids that they have there.
+
+        Args:
+            most: so many may be in it; None: any number.
+
+        Raises:
+            TooLargeError: there would be more.
+        """
+        added: list[Item] | None = await self._run(self._add, id_, tenant or "", items, most)
+        return added
+
+    async def page(
+        self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool
+    ) -> Page | None:
+        """Some of its items.
+
+        Args:
+            after: the id of the item that they follow; that one must be there.
+
+        Raises:
+            KeyError: it is not.
+        """
+        page: Page | None = await self._run(self._page, id_, tenant or "", after, limit, ascending)
+        return page
+
+    async def item(self, id_: str, tenant: str | None, item: str) -> Item | None:
+        """One of its items."""
+        found: Item | None = await self._run(self._item, id_, tenant or "", item)
+        return found
+
+    async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
+        """Delete one of its items; None where that is not there either."""
+        found: Conversation | None = await self._run(self._delete_item, id_, tenant or "", item)
+        return found
+
+    async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
+        """All of its items, the oldest first.
+
+        Args:
+            most: so many may be in it.
+            max_size: bytes that it may have as JSON.
+
+        Raises:
+            TooLargeError: there are more.
+        """
+        items: list[Item] | None = await self._run(self._history, id_, tenant or "", most, max_size)
+        return items
+
+    # ---------------------------------------------------------------- in the store's thread
+
+    def _find(self, id_: str, tenant: str) -> tuple[int, float, str, int] | None:
+        row: tuple[int, float, str, int] | None = self._database.execute(
+            "SELECT number, created, metadata, size FROM conversations WHERE id = ? AND tenant = ? AND used > ?",
+            (id_, tenant, self._oldest()),
+        ).fetchone()
+        return row
+
+    def _create(self, tenant: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+        id_, now, text = f"conv_{uuid.uuid4().hex}", self._now(), _encode(metadata)
+        with self._transaction() as database:
+            made = database.execute(
+                "INSERT INTO conversations (id, tenant, created, used, size, metadata) VALUES (?, ?, ?, ?, ?, ?)",
+                (id_, tenant, now, now, _ROW + len(text.encode()), text),
+            )
+            assert made.lastrowid is not None
+            self._append(database, made.lastrowid, items)
+            self._make_room(database, id_)
+        return Conversation(id_, int(now), metadata)
+
+    def _get(self, id_: str, tenant: str) -> Conversation | None:
+        row = self._find(id_, tenant)
+        return None if row is None else Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
+
+    def _update(self, id_: str, tenant: str, metadata: dict[str, str]) -> Conversation | None:
+        text = _encode(metadata)
+        with self._transaction() as database:
+            row = self._find(id_, tenant)
+            if row is None:
+                return None
+            growth = len(text.encode()) - len(row[2].encode())
+            database.execute(
+                "UPDATE conversations SET metadata = ?, used = ?, size = size + ? WHERE number = ?",
+                (text, self._now(), growth, row[0]),
+            )
+            self._make_room(database, id_)
+        self._overwrite()
+        return Conversation(id_, int(row[1]), metadata)
+
+    def _delete(self, id_: str, tenant: str) -> bool:
+        with self._transaction() as database:
+            question = "DELETE FROM conversations WHERE id = ? AND tenant = ? AND used > ?"
+            found = bool(database.execute(question, (id_, tenant, self._oldest())).rowcount)
+        if found:
+            self._overwrite()
+        return found
+
+    def _add(self, id_: str, tenant: str, items: Sequence[Item], most: int | None) -> list[Item] | None:
+        with self._transaction() as database:
+            row = self._find(id_, tenant)
+            if row is None:
+                return None
+            if most is not None:
+                self._check_count(row[0], most, len(items))
+            added = self._append(database, row[0], items)
+            database.execute("UPDATE conversations SET used = ? WHERE number = ?", (self._now(), row[0]))
+            self._make_room(database, id_)
+        return added
+
+    def _append(self, database: sqlite3.Connection, number: int, items: Sequence[Item]) -> list[Item]:
+        added = []
+        for item in items:
+            taken = database.execute("SELECT 1 FROM items WHERE conversation = ? AND id = ?", (number, item["id"]))
+            if taken.fetchone() is not None:  # sent a second time
+                item = {**item, "id": f"{item['id'].partition('_')[0]}_{uuid.uuid4().hex}"}
+            database.execute(
+                "INSERT INTO items (conversation, id, item) VALUES (?, ?, ?)", (number, item["id"], _encode(item))
+            )
+            added.append(item)
+        return added
+
+    def _check_count(self, number: int, most: int, more: int = 0) -> None:
+        question = "SELECT count(*) FROM items WHERE conversation = ?"
+        count = self._database.execute(question, (number,)).fetchone()[0] + more
+        if count > most:
+            raise TooLargeError(f"it would have {count} items, and at most {most} may be in one")
+
+    def _page(self, id_: str, tenant: str, after: str | None, limit: int, ascending: bool) -> Page | None:
+        row = self._find(id_, tenant)
+        if row is None:
+            return None
+        behind, order = (">", "ASC") if ascending else ("<", "DESC")
+        where, values = "conversation = ?", [row[0]]
+        if after is not None:
+            question = "SELECT number FROM items WHERE conversation = ? AND id = ?"
+            place = self._database.execute(question, (row[0], after)).fetchone()
+            if place is None:
+                raise KeyError(after)
+            where, values = f"{where} AND number {behind} ?", [row[0], place[0]]
+        question = f"SELECT item FROM items WHERE {where} ORDER BY number {order} LIMIT ?"
+        found = self._database.execute(question, (*values, limit + 1)).fetchall()
+        return Page([msgspec.json.decode(text) for (text,) in found[:limit]], len(found) > limit)
+
+    def _item(self, id_: str, tenant: str, item: str) -> Item | None:
+        row = self._find(id_, tenant)
+        if row is None:
+            return None
+        question = "SELECT item FROM items WHERE conversation = ? AND id = ?"
+        found = self._database.execute(question, (row[0], item)).fetchone()
+        return None if found is None else msgspec.json.decode(found[0], type=Item)
+
+    def _delete_item(self, id_: str, tenant: str, item: str) -> Conversation | None:
+        with self._transaction() as database:
+            row = self._find(id_, tenant)
+            if row is None:
+                return None
+            question = "DELETE FROM items WHERE conversation = ? AND id = ?"
+            if not database.execute(question, (row[0], item)).rowcount:
+                return None
+        self._overwrite()
+        return Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
+
+    def _history(self, id_: str, tenant: str, most: int, max_size: int) -> list[Item] | None:
+        row = self._find(id_, tenant)
+        if row is None:
+            return None
+        if row[3] > max_size:
+            raise TooLargeError(f"it has {row[3]} bytes, and at most {max_size} are read (max_body_size)")
+        self._check_count(row[0], most)
+        question = "SELECT item FROM items WHERE conversation = ? ORDER BY number"
+        return [msgspec.json.decode(text) for (text,) in self._database.execute(question, (row[0],))]
+
+
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,151 @@
+"""/v1/conversations: conversations that the server keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NoReturn
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from server.answering.keeping import asked, store_of, tenant_of
+from server.answering.reading import Ignored, fail
+from server.answering.response_input import Item, read_items
+from server.api.fields import ignored_header
+from server.api.reading import StrictJsonRoute
+from server.api.response_schemas import (
+    ConversationDeleted,
+    ConversationFields,
+    ConversationObject,
+    ConversationUpdate,
+    ItemList,
+    NewItems,
+)
+from server.api.schemas import MAX_MESSAGES
+from server.context import Service, ServiceDep
+from server.conversation_store import Conversation, TooLargeError
+from server.errors import ERROR_RESPONSES, ApiError, shown
+
+router = APIRouter(route_class=StrictJsonRoute)  # with bodies
+plain = APIRouter()
+
+_ENDPOINT = "/v1/conversations"
+_ITEMS = f"{_ENDPOINT}/{{conversation_id}}/items"
+MAX_LISTED = 100  # items of a page, as at OpenAI
+
+Id = Annotated[str, Path(max_length=256)]
+ItemId = Annotated[str, Path(max_length=256)]
+
+
+@router.post(_ENDPOINT, responses=ERROR_RESPONSES, summary="Begin a conversation")
+async def create_conversation(
+    body: ConversationFields, request: Request, response: Response, service: ServiceDep
+) -> ConversationObject:
+    """Keep a new conversation, with its first items if there are some."""
+    conversations = store_of(service, "conversations").conversations
+    items = [] if body.items is None else _read(body.items, response)
+    return _shown(await asked(service, conversations.create(tenant_of(request), body.metadata or {}, items)))
+
+
+@plain.get(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Show a conversation")
+async def get_conversation(conversation_id: Id, request: Request, service: ServiceDep) -> ConversationObject:
+    """Show a conversation without its items."""
+    return _shown(await _found(service, conversation_id, tenant_of(request)))
+
+
+@router.post(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Change a conversation's metadata")
+async def update_conversation(
+    conversation_id: Id, body: ConversationUpdate, request: Request, service: ServiceDep
+) -> ConversationObject:
+    """Replace the metadata of a conversation."""
+    conversations = store_of(service, "conversations").conversations
+    changed = await asked(service, conversations.update(conversation_id, tenant_of(request), body.metadata or {}))
+    return _shown(changed or _missing(conversation_id))
+
+
+@plain.delete(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Delete a conversation")
+async def delete_conversation(conversation_id: Id, request: Request, service: ServiceDep) -> ConversationDeleted:
+    """Delete a conversation with all of its items. Answers that were made in it stay, until they are deleted too."""
+    conversations = store_of(service, "conversations").conversations
+    if not await asked(service, conversations.delete(conversation_id, tenant_of(request))):
+        _missing(conversation_id)
+    return ConversationDeleted(id=conversation_id)
+
+
+@plain.get(_ITEMS, responses=ERROR_RESPONSES, summary="List the items of a conversation")
+async def list_items(
+    conversation_id: Id,
+    request: Request,
+    service: ServiceDep,
+    after: Annotated[str | None, Query(max_length=256, description="Begin behind the item with this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
+) -> ItemList:
+    """List the items, the last one first by default."""
+    conversations, tenant = store_of(service, "conversations").conversations, tenant_of(request)
+    try:
+        page = await asked(
+            service,
+            conversations.page(conversation_id, tenant, after=after, limit=limit, ascending=order == "asc"),
+        )
+    except KeyError:
+        fail("after", f"after must be the id of one of the conversation's items, got {shown(after)}.")
+    if page is None:
+        _missing(conversation_id)
+    return ItemList.of(page.items, more=page.more)
+
+
+@router.post(_ITEMS, responses=ERROR_RESPONSES, summary="Add items to a conversation")
+async def add_items(
+    conversation_id: Id, body: NewItems, request: Request, response: Response, service: ServiceDep
+) -> ItemList:
+    """Add items at the end of a conversation."""
+    conversations = store_of(service, "conversations").conversations
+    items = _read(body.items, response)
+    try:
+        added = await asked(service, conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES))
+    except TooLargeError as problem:
+        fail("items", f"The conversation cannot take these items: {problem}.", "context_length_exceeded")
+    if added is None:
+        _missing(conversation_id)
+    return ItemList.of(added, more=False)
+
+
+@plain.get(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Show an item of a conversation")
+async def get_item(conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep) -> Item:
+    """Show one item."""
+    conversations = store_of(service, "conversations").conversations
+    return await asked(service, conversations.item(conversation_id, tenant_of(request), item_id)) or _missing(
+        conversation_id, item_id
+    )
+
+
+@plain.delete(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Delete an item of a conversation")
+async def delete_item(
+    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep
+) -> ConversationObject:
+    """Delete one item; the conversation is answered."""
+    conversations = store_of(service, "conversations").conversations
+    left = await asked(service, conversations.delete_item(conversation_id, tenant_of(request), item_id))
+    return _shown(left or _missing(conversation_id, item_id))
+
+
+def _read(given: list[Any], response: Response) -> list[Item]:
+    ignored: Ignored = set()
+    items = read_items(given, ignored, "items")
+    response.headers.update(ignored_header(ignored))
+    return items
+
+
+async def _found(service: Service, id_: str, tenant: str | None) -> Conversation:
+    found = await asked(service, store_of(service, "conversations").conversations.get(id_, tenant))
+    return found or _missing(id_)
+
+
+def _missing(id_: str, item: str | None = None) -> NoReturn:
+    where = f"conversation {shown(id_)}"
+    message = f"There is no {where}." if item is None else f"There is no item {shown(item)} in {where}."
+    param = "conversation_id" if item is None else "item_id"
+    raise ApiError(404, message, param=param, code="not_found")
+
+
+def _shown(conversation: Conversation) -> ConversationObject:
+    return ConversationObject(id=conversation.id, created_at=conversation.created, metadata=conversation.metadata)
