@@ -41,6 +41,8 @@ from engine.scheduling.scheduler import Scheduler  # noqa: E402
 
 PROMPT, STEPS, WARM = 128, 96, 16
 # name: requests, layers, encoder tokens, how to decode.
+VOCABULARY = 32128
+MANY_STOPS = frozenset(range(VOCABULARY, VOCABULARY + 1024))  # as many as a request may send, none of which comes
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "greedy, 1 row": (1, 30, 0, {"temperature": 0.0}),
     "greedy, 8 rows": (8, 30, 0, {"temperature": 0.0}),
@@ -49,12 +51,14 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "sampled, 1 row": (1, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
     "sampled, 8 rows": (8, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
     "sampled, 32 rows": (32, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
+    "sampled, 128 rows": (128, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
+    "1024 stop ids, 128 rows": (128, 30, 0, {"temperature": 0.8, "top_p": 0.9, "stop_ids": MANY_STOPS}),
+    "the same, not yet": (128, 30, 0, {"temperature": 0.8, "top_p": 0.9, "stop_ids": MANY_STOPS, "min_tokens": 10**6}),
     "penalties, 32 rows": (32, 30, 0, {"temperature": 0.8, "repetition_penalty": 1.1}),
     "beam 4, 1 request": (1, 6, 128, {"num_beams": 4, "temperature": 0.0}),
     "beam 4, 32 requests": (32, 6, 128, {"num_beams": 4, "temperature": 0.0}),
     "beam 4, 64 of a decoder": (64, 30, 0, {"num_beams": 4, "temperature": 0.0}),
 }
-VOCABULARY = 32128
 # Parts of a step; `engine` is the sum of those before it, the others are the news on their way to the client.
 COLUMNS = ("schedule", "execute", "update", "observe", "engine", "encode", "decode")
 # Bytes that the stand-in reads, as a model reads its weights: whatever comes after it begins with cold caches.

@@ -113,6 +113,19 @@ def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, v
     )
 
 
+def max_queued_tokens(info: EngineInfo, settings: ServerSettings) -> int:
+    """Prompt tokens that may wait. By default they fill the KV cache `QUEUED_CACHES` times, or, where a model has none,
+    the largest that one might have."""
+    if settings.max_num_queued_tokens is not None:
+        return settings.max_num_queued_tokens
+    held = _max_running(info) * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
+    return QUEUED_CACHES * held
+
+
+def _max_running(info: EngineInfo) -> int:
+    return min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.encoder_only else info.max_num_seqs
+
+
 def _admission(
     info: EngineInfo,
     settings: ServerSettings,
@@ -121,17 +134,11 @@ def _admission(
     max_queue_time: float | None = 0.0,
     lacks_room: Callable[[], bool] = lambda: False,
 ) -> Admission:
-    """By default as many prompt tokens may wait as fill the KV cache `QUEUED_CACHES` times, or, where a model has none,
-    the largest that one might have."""
-    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.encoder_only else info.max_num_seqs
-    tokens = settings.max_num_queued_tokens
-    if tokens is None:
-        held = running * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
-        tokens = QUEUED_CACHES * held
+    running = _max_running(info)
     return Admission(
         max_running=running,
         max_queued=settings.max_num_queued_reqs,
-        max_queued_tokens=tokens,
+        max_queued_tokens=max_queued_tokens(info, settings),
         rejected=rejected,
         max_queue_time=max_queue_time,
         lacks_room=lacks_room,

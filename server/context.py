@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from engine import EngineDeadError
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
+from server.answering.fair_slots import FairSlots
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
 from server.answering.images import ImageReading
@@ -75,7 +76,7 @@ class Service:
         grammars: tries what answers must look like, before the engine is asked.
         images: reads those of requests; None where that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.
-        decoding: held while a file of sound is decoded, which takes the memory of its bytes several times.
+        decoding: held while a part of a sound is decoded, which takes the memory of the file several times.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
         version: of the service.
@@ -98,7 +99,7 @@ class Service:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     images: ImageReading | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    decoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    decoding: FairSlots = field(default_factory=lambda: FairSlots(2))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
     version: str = "0"

@@ -10,7 +10,7 @@ from engine.process.known import Known, decode_known, known_folder
 from engine.text.processor import load_tokenizer
 from server.config.settings import ServerSettings
 from server.facts import EarlyTokenizer
-from server.workers.pool import RefusedError, WorkerLostError, WorkerPool
+from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, WorkerStuckError
 
 logger = logging.getLogger("octavo.server")
 
@@ -28,7 +28,7 @@ def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
         return Known()
     try:
         return decode_known(asyncio.run(workers.run("config", config.model, bytes, _TIME_LIMIT)))
-    except (OSError, RefusedError, RuntimeError, WorkerLostError) as error:  # TimeoutError is an OSError
+    except (OSError, RefusedError, RuntimeError, WorkerLostError, WorkerStuckError) as error:  # or a TimeoutError
         logger.debug("the engine will read the config itself: %s", error)
         return Known()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from server.admission import LONGEST_WAIT, Admission, Ticket, estimate_tokens
+from server.door.full import LONGEST_PAUSE, MOST_PAUSING, FullGate
 from server.errors import ApiError
 
 
@@ -470,3 +471,70 @@ class Endings(RuleBasedStateMachine):
 
 TestEndings = Endings.TestCase
 TestEndings.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# ------------------------------------------------------------------ refusals at the door
+
+
+class Refusing:
+    """A gate whose service is always full, and a client that asks it; `pauses` has what each refusal waited for."""
+
+    def __init__(self) -> None:
+        self.clock, self.pauses = Clock(), list[float]()
+        self.gate = FullGate(self._app, {"/v1/completions": self._check}, self.clock, self.pause)
+
+    async def _app(self, *_: Any) -> None:
+        raise AssertionError("the service is full")
+
+    async def _check(self, tenant: str | None) -> None:
+        raise ApiError(503, "full", code="overloaded")
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    async def ask(self) -> None:
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await self.gate(scope, send, send)  # type: ignore[arg-type]
+
+
+def test_clients_that_ask_again_at_once_are_slowed_down() -> None:
+    """48 of them get about 100 refusals a second, instead of as many as the processor can make."""
+
+    async def run() -> None:
+        door, ends = Refusing(), [0.0] * 48
+        count = 0
+        while min(ends) < 10.0:
+            number = ends.index(min(ends))
+            door.clock.now, door.pauses = ends[number], []
+            await door.ask()
+            ends[number] += sum(door.pauses) + 0.001
+            count += 1
+        assert 1000 <= count <= 100 * 10 + 100 + 48
+        door.clock.now, door.pauses = 20.0, []
+        for _ in range(99):
+            await door.ask()
+        assert not door.pauses, "few refusals come at once"
+
+    asyncio.run(run())
+
+
+def test_few_refusals_are_held_at_a_time() -> None:
+    async def run() -> None:
+        door, held = Refusing(), asyncio.Event()
+
+        async def pause(seconds: float) -> None:
+            assert seconds <= LONGEST_PAUSE
+            await held.wait()
+
+        door.gate._pause = pause
+        asked = [asyncio.create_task(door.ask()) for _ in range(100 + MOST_PAUSING + 50)]
+        await asyncio.sleep(0.05)
+        assert sum(task.done() for task in asked) == 100 + 50
+        held.set()
+        await asyncio.gather(*asked)
+        assert door.gate._num_pausing == 0
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import resource
@@ -27,7 +28,7 @@ from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer
 from server.app import create_app
 from server.errors import ApiError
-from server.workers.pool import WorkerPool
+from server.workers.pool import WorkerPool, _is_stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates" / "models" / "templates"
@@ -652,6 +653,41 @@ def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPool) -> 
         assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
     asyncio.run(kill())
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_a_stopped_worker_is_replaced_and_no_fault_of_the_client(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is idle is not missed. One that is stopped in a job costs that request a 503."""
+
+    async def stop() -> None:
+        renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
+        await renderer.prompt(simple, HELLO, ROOM)
+        assert pool._forker is not None
+        for pid in (pool._idle[0]._pid, pool._forker.pid):
+            os.kill(pid, signal.SIGSTOP)
+            await until(functools.partial(_is_stopped, pid))
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+        monkeypatch.setattr("server.workers.pool._PATIENCE", 0.5)
+        (pid,) = [worker._pid for worker in pool._idle]
+        endless = ChatRenderer(time_limit=2.0, workers=pool).prompt(tokenizer_with(ENDLESS), HELLO, ROOM)
+        late = asyncio.create_task(endless)
+        await until(lambda: not pool._idle)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ApiError) as caught:
+            await late
+        assert (caught.value.status_code, caught.value.code) == (503, "worker_stuck")
+        monkeypatch.undo()
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+
+    asyncio.run(stop())
 
 
 def test_workers_get_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from support.asgi import Call
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
+from server.answering import encoding
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.context import Service
@@ -181,7 +183,7 @@ def test_the_models_prompts(fields: dict[str, Any], info: dict[str, Any], text: 
     api = Api(info=info)
     assert api.embed(input=["abc"], **fields).json()["usage"]["prompt_tokens"] == len(text)
     ((source, params),) = api.client.asked.values()
-    assert bytes(source.token_ids).decode() == source.text == text
+    assert bytes(source.token_ids).decode() == text
     assert params == PoolingParams(task="embed", skip_tokens=skipped)
 
 
@@ -533,6 +535,37 @@ def test_tokens_wait_until_their_answer() -> None:
         api.check_empty()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("field", ["input", "ids"])
+def test_many_texts_bring_no_more_tokens_than_one_request_may(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing waits. The texts behind the bound are not tokenised."""
+    monkeypatch.setattr(encoding, "MANY_TOKENS", 50)
+    api = Api(max_num_queued_tokens=10)
+    texts: list[Any] = ["a" * 9] * 5 if field == "input" else [[97] * 9] * 5
+    assert len(api.vectors(input=texts)) == 5
+    problem = error(api.embed(input=[*texts, *texts]))
+    assert problem["code"] == "too_many_tokens"
+    assert all(part in problem["message"] for part in ("input", "10 inputs", "50 tokens", "--max-num-queued-tokens"))
+    assert len(api.vectors(input=["a" * 60])) == 1, "a single text is bounded by the model"
+    api.check_empty()
+
+
+def test_texts_are_tokenised_in_little_memory() -> None:
+    """What is kept of each token has 4 bytes, and one text at a time takes more."""
+    api, texts = Api(), [chr(97 + at % 26) * 900 for at in range(400)]
+    api.client.info = replace(api.client.info, max_model_len=1000)
+
+    async def read() -> int:
+        tracemalloc.start()
+        try:
+            found = await encoding.read_inputs(api.service, texts)
+            assert sum(len(source.token_ids) for source in found) == 360_000
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(read()) < 6 * 360_000
 
 
 def test_requests_are_bounded_and_those_for_text_have_bounds_of_their_own() -> None:

@@ -3,10 +3,12 @@ them loses is its own."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -236,10 +239,35 @@ def test_a_process_that_is_killed_is_replaced_and_loses_only_its_own_streams(ser
     assert service.stop() == 0
 
 
+# Some of these once changed the path that a framework compared with its list of open ones (CVE-2026-48746).
+HOSTS = (
+    "localhost", "localhost/health", "localhost/health?", "a?/health", "a#/health", "/health", "?", "a/health/..",
+    "a@b/health", "a:1/health", "[::1]/health", "a\\health", "a%2fhealth", "a, b/health",
+)  # fmt: skip
+TARGETS = (
+    "/v1/models", "/v1/models?/health", "/v1/models#/health", "http://a/v1/models", "http://a/health/../v1/models",
+    "//health/v1/models", "/health/../v1/models", "/health;/v1/models", "/health%2f..%2fv1/models", "/v1/models/",
+    "/playground/../v1/models", "/playground/%2e%2e/v1/models", "/version", "/docs",
+)  # fmt: skip
+
+
+def no_key_is_needed(service: Service) -> list[tuple[str, str, str]]:
+    """The pairs of Host and target that are answered without a key, by any of the processes."""
+    found, address = [], urlsplit(service.url)
+    for host, target in itertools.product(HOSTS, TARGETS):
+        with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as line:
+            line.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            status = line.makefile("rb").readline().split()[1].decode()
+            if status not in ("400", "401", "403", "404"):
+                found.append((host, target, status))
+    return found
+
+
 def test_limits_of_keys_hold_over_both_processes(services: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-one concurrency=3\nanother-key rpm=5\n")
-    service = services("--api-key-file", str(keys), "--public-metrics")
+    service = services("--api-key-file", str(keys), "--public-metrics", "--allowed-hosts", "*")
+    assert no_key_is_needed(service) == []
     one, other = ({"Authorization": f"Bearer {key}"} for key in ("a-key-of-one", "another-key"))
     with ThreadPoolExecutor(20) as pool:
         with stopped(service.engine()):

@@ -208,12 +208,12 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
 
 
-# What reads or writes JSON is no message; workers have messages of their own.
+# What reads or writes JSON, or packs values, is no message; workers have messages of their own.
 MESSENGERS = (
     "engine.process.main", "engine.process.connection", "engine.process.messages", "engine.process.runner",
     "engine.process.kv_events",
-    "engine.pooled.vectors", "server.api.reading", "server.processes.messages", "server.response_store",
-    "server.conversation_store",
+    "engine.pooled.vectors", "server.answering.packing", "server.api.reading", "server.processes.messages",
+    "server.response_store", "server.conversation_store",
     "server.workers.child", "server.workers.frames", "server.workers.images", "server.workers.pool",
     "server.workers.sound", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip

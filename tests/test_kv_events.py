@@ -245,19 +245,36 @@ def test_long_replays_reach_several_clients_whole() -> None:
     publisher.close()
 
 
-def test_a_request_for_replay_that_is_none_is_ignored() -> None:
+def test_a_request_for_replay_that_is_none_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     publisher = published("inproc://kv-odd", replay_endpoint="inproc://kv-odd-r")
     publisher.start("GPU")
     publisher.publish([PagesRemoved([b"1" * 16])])
     odd = zmq.Context.instance().socket(zmq.DEALER)
     odd.connect("inproc://kv-odd-r")
-    for parts in ([b""], [b"", b"12"], [b"", b"", b"x" * 9], [b"", b"x" * 7, b"y"]):
+    for parts in ([b""], [b"", b"12"], [b"", b"", b"x" * 9], [b"", b"x" * 7, b"y"]) * 5:
         odd.send_multipart(parts)
     odd.send((0).to_bytes(8, "big"))  # without the empty part
     assert odd.poll(60_000)
     assert odd.recv_multipart()[0] == (0).to_bytes(8, "big")
+    assert sum("8 bytes, big-endian" in line for line in caplog.messages) == 1, "of many, one is logged"
     odd.close(linger=0)
     publisher.close()
+
+
+def test_events_stay_on_this_machine_unless_an_address_says_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    default = KVEventsConfig()
+    assert default.binds
+    assert "127.0.0.1" in default.endpoint
+    for endpoint, bind, expected in (
+        ("tcp://*:5557", None, True), ("tcp://[::]:5557", None, True), ("ipc:///run/kv", None, True),
+        ("tcp://127.0.0.1:6000", None, False), ("tcp://127.0.0.1:6000", True, True), ("tcp://*:6000", False, False),
+    ):  # fmt: skip
+        assert KVEventsConfig(endpoint=endpoint, bind=bind).binds is expected
+    published(f"tcp://127.0.0.1:{free_port()}", bind=True).close()
+    assert not caplog.messages
+    published(f"tcp://*:{free_port()}").close()
+    (warning,) = caplog.messages
+    assert all(part in warning for part in ("endpoint tcp://*:", "other machines", "127.0.0.1"))
 
 
 def test_a_publisher_may_connect_to_its_subscriber() -> None:
@@ -293,6 +310,7 @@ def test_a_subscriber_that_reads_nothing_holds_nobody_up() -> None:
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events must be true or false, got 1"),
         ({"publisher": "kafka"}, 'publisher must be "zmq" or "null", got \'kafka\''),
         ({"endpoint": "localhost:5557"}, "endpoint must be a ZeroMQ address such as .*, got 'localhost:5557'"),
+        ({"bind": 1}, "bind must be true or false, got 1"),
         ({"endpoint": None}, "endpoint must be a ZeroMQ address"),
         ({"replay_endpoint": ""}, "replay_endpoint must be a ZeroMQ address"),
         ({"buffer_steps": 0}, "buffer_steps must be an integer from 1 to 2147483647, got 0"),

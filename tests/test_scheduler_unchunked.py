@@ -502,3 +502,39 @@ def test_an_input_too_long_for_the_pages_is_refused() -> None:
         sim.drain()
         sim.compare()
     assert sim.pooling_events["compared"] == 1
+
+
+class CountingSimulator(PoolingSimulator):
+    """Notes for each step how many tokens are of inputs to pool, and how many are not."""
+
+    def execute(self, plan: StepPlan, rows: list | None = None) -> StepResult:
+        found = super().execute(plan, rows)
+        pooled = sum(row.count for row in self._rows() if row.group.request.pooling is not None)
+        self.steps.append((pooled, plan.num_tokens - pooled))
+        return found
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        return self.__dict__.setdefault("_steps", [])
+
+
+@pytest.mark.parametrize("lengths", [[200], [100, 100], [9] * 40], ids=["long", "two", "many"])
+def test_inputs_to_pool_take_turns_with_other_work(lengths: list[int]) -> None:
+    """In every second step others run alone, and a prompt that comes meanwhile has its turn there."""
+    with CountingSimulator(num_pages=200, block_size=4, max_num_seqs=64, max_num_batched_tokens=10) as sim:
+        sim.add(make_request("stream", [2, 3, 4], max_tokens=30))
+        sim.step()
+        for number, length in enumerate(lengths):
+            sim.add(whole_request(f"pooled{number}", [2 + (number + place) % 9 for place in range(length)]))
+        for _ in range(8):
+            sim.step()
+        assert sum(pooled > 0 for pooled, _ in sim.steps[1:]) == 4
+        assert all(others == 1 for _, others in sim.steps[1:])
+        sim.add(make_request("short", [5, 6, 7], max_tokens=3))
+        for _ in range(6):
+            sim.step()
+        assert "short" in sim.over
+        sim.drain()
+        sim.compare()
+        alone = [pooled for pooled, others in sim.steps if not others]
+        assert all(count >= 9 for count in alone[:-1]), "without other work no step is left empty"

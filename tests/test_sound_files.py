@@ -6,14 +6,18 @@ import asyncio
 import io
 import os
 import struct
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 from test_audio import sound
 
-from engine.audio import decoding, resampling
-from server.answering.sound import PART
+from engine.audio import LogMel, decoding, resampling
+from server.answering.fair_slots import FairSlots
+from server.answering.sound import PART, windows
+from server.errors import ApiError
 from server.workers.pool import RefusedError, WorkerPool
 from server.workers.sound import DecodedPart, SoundPart, decode
 
@@ -226,6 +230,97 @@ def test_a_worker_decodes() -> None:
             pool.close()
 
     np.testing.assert_allclose(samples_of(asyncio.run(run())), samples, atol=1e-4)
+
+
+def log_mel() -> LogMel:
+    return LogMel(rate=RATE)
+
+
+def test_a_long_sound_takes_little_memory() -> None:
+    """Of a file of eight minutes, this process has one part at a time."""
+
+    async def run() -> tuple[int, int]:
+        pool, samples = WorkerPool(), 0
+        content = written(np.zeros(480 * RATE, dtype=np.int16), form="FLAC")
+        tracemalloc.start()
+        try:
+            async for window in windows(content, log_mel(), 600.0, FairSlots(2).of("key"), pool):
+                samples += len(window.samples)
+            return samples, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            pool.close()
+
+    samples, peak = asyncio.run(run())
+    assert samples == 480 * RATE
+    assert peak < 32e6
+
+
+class SlowPool(WorkerPool):
+    """Every part of a file takes all the time that it may have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.given: list[float] = []
+        monkeypatch.setattr("server.answering.sound.monotonic", lambda: sum(self.given))
+
+    async def run(self, name: str, payload: Any, kind: Any, seconds: float, memory: int = 0) -> Any:
+        self.given.append(seconds)
+        return DecodedPart(bytes(4 * payload.count), 900.0)
+
+
+def test_a_file_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15 seconds, and 5% of its 900: four parts of at most 15 seconds."""
+
+    async def run(pool: WorkerPool) -> None:
+        async for _ in windows(b"", log_mel(), 1000.0, FairSlots(2).of(None), pool):
+            pass
+
+    pool = SlowPool(monkeypatch)
+    with pytest.raises(ApiError, match=r"it takes more than 15 seconds and 5% of its length to decode"):
+        asyncio.run(run(pool))
+    assert pool.given == [15.0, 15.0, 15.0, 15.0]
+
+
+def test_keys_take_turns() -> None:
+    """One key's many parts leave a slot, and whoever waits is served by key in turn."""
+
+    async def run() -> None:
+        slots, served = FairSlots(2), list[str]()
+        go_on = asyncio.Event()
+
+        async def ask(tenant: str | None, name: str, go_on: asyncio.Event) -> None:
+            async with slots.of(tenant):
+                served.append(name)
+                await go_on.wait()
+
+        tasks = [asyncio.create_task(ask("a", f"a{number}", go_on)) for number in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert served == ["a0"]
+        tasks.append(asyncio.create_task(ask("b", "b0", asyncio.Event())))
+        tasks += [asyncio.create_task(ask("c", "c0", go_on))]
+        await asyncio.sleep(0.01)
+        assert served == ["a0", "b0"]
+        tasks[2].cancel()
+        go_on.set()
+        await asyncio.sleep(0.01)
+        assert served == ["a0", "b0", "a1", "c0", "a3"]
+        tasks[4].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not slots._held
+        assert not slots._waiting
+
+    asyncio.run(run())
+
+
+def test_without_keys_all_slots_are_used() -> None:
+    async def run() -> None:
+        slots = FairSlots(2)
+        async with slots.of(None), slots.of(None):
+            assert slots._held == {None: 2}
+
+    asyncio.run(run())
 
 
 JOINED = {

@@ -85,7 +85,7 @@ class Turns(RuleBasedStateMachine):
     def holds_what_waits(self) -> None:
         assert len(self.queue) == len(self.waiting)
         assert bool(self.queue) == bool(self.waiting)
-        assert set(self.queue._lines) == self.tenants()
+        assert set(self.queue._lines) == {(tenant, False) for tenant in self.tenants()}
         assert sum(len(line.heap) for line in self.queue._lines.values()) <= 2 * len(self.waiting) + 4 * _SPARE
         for tenant in set(self.passed) - self.tenants():
             del self.passed[tenant]
@@ -105,8 +105,8 @@ def test_nothing_is_kept_of_what_left() -> None:
         queue.leave(group)
         group.status = Status.FINISHED
     assert queue.first() is blocking
-    assert list(queue._lines) == ["a"]
-    assert len(queue._lines["a"].heap) <= 2 + _SPARE
+    assert list(queue._lines) == [("a", False)]
+    assert len(queue._lines["a", False].heap) <= 2 + _SPARE
     queue.leave(blocking)
     assert queue.first() is None
     assert not queue._lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from hashlib import blake2b
 
 import numpy as np
 import soundfile
@@ -34,16 +35,31 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
         ValueError: it is no sound in a format that is read here, or broken; says so.
     """
     try:
+        samples, seconds = _decode(_files(data), rate, start, count, most_seconds)
+    except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
+        raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
+    if len(samples) < count:
+        _known.clear()  # it was the last part
+    return samples, seconds
+
+
+# The file whose parts are being decoded, by its digest: to find its frames takes as long as to decode minutes of it.
+_known: dict[bytes, list[_File]] = {}
+
+
+def _files(data: bytes) -> list[_File]:
+    """The files that a file consists of."""
+    key = blake2b(data, digest_size=16).digest()
+    if key not in _known:
+        _known.clear()
         form = _File(data).form
         parts = links(data, form)
         if len(parts) > MOST_FILES:
             raise ValueError(f"it consists of {len(parts)} files; at most {MOST_FILES} are allowed")
         if form == "OGG":
             check_end(parts[-1])
-        files = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in parts]
-        return _decode(files, rate, start, count, most_seconds)
-    except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
-        raise ValueError(f"it cannot be decoded as audio: {str(problem).rpartition(': ')[2][:200]}") from None
+        _known[key] = [_File(_COUNTED[form](one) if form in _COUNTED else one) for one in parts]
+    return _known[key]
 
 
 class _File:

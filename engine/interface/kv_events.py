@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 
 NAME = "kv_events_config"
 _TRANSPORTS = re.compile(r"(tcp|ipc|inproc)://\S+")
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 _LARGEST = 2**31 - 1  # what a ZeroMQ socket's option can be
 
 
@@ -23,7 +24,9 @@ class KVEventsConfig:
     Attributes:
         enable_kv_cache_events: tell them at all.
         publisher: zmq, or null for nowhere (default: zmq where events are enabled).
-        endpoint: ZeroMQ address of the PUB socket: bound where it has *, ::, ipc:// or inproc://, else connected to.
+        endpoint: ZeroMQ address of the PUB socket.
+        bind: bind the PUB socket, or connect it to a subscriber (default: as vLLM, bind addresses with *, ::, ipc:// or
+            inproc://; and bind `DEFAULT_ENDPOINT`).
         replay_endpoint: address that a ROUTER socket is bound to, which sends again what a subscriber has missed.
         buffer_steps: messages that are kept for that.
         hwm: messages that may wait for a slow subscriber; more are lost to it, until it asks for them again.
@@ -33,7 +36,8 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = DEFAULT_ENDPOINT
+    bind: bool | None = None
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000
@@ -45,6 +49,8 @@ class KVEventsConfig:
             raise _wrong("enable_kv_cache_events", "true or false", self.enable_kv_cache_events)
         if self.publisher not in ("zmq", "null", None):
             raise _wrong("publisher", '"zmq" or "null"', self.publisher)
+        if not isinstance(self.bind, bool | None):
+            raise _wrong("bind", "true or false", self.bind)
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if (name == "endpoint" or value is not None) and not (
@@ -57,6 +63,14 @@ class KVEventsConfig:
                 raise _wrong(name, f"an integer from 1 to {_LARGEST}", value)
         if not isinstance(self.topic, str):
             raise _wrong("topic", "a text", self.topic)
+
+    @property
+    def binds(self) -> bool:
+        """The PUB socket is bound, not connected."""
+        if self.bind is not None:
+            return self.bind
+        address = self.endpoint
+        return address == DEFAULT_ENDPOINT or bool(re.match("(ipc|inproc)://", address) or re.search(r"\*|::", address))
 
     @property
     def publishes(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,9 @@ _AT_ONCE = 256  # messages of a replay before new ones have their turn
 _MOST_REPLAYS = 8  # at a time
 _RETRY = 10  # milliseconds until a replay's slow client is tried again
 _PATIENCE = 10.0  # seconds without progress after which such a client is given up
+_MOST_ASKED = 4096  # bytes of a message from outside: a number, or the beginning of a topic
+_LOG_INTERVAL = 60.0  # seconds; what strangers cause in between is counted, not logged
+_LOOPBACK = re.compile(r"(ipc|inproc)://|tcp://(127\.|\[?::1\]?:|localhost:|lo:)")
 _LAST_WORDS = 1.0  # seconds that the last messages get when the engine is closed
 
 
@@ -96,6 +100,8 @@ class KVEventPublisher:
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         self._kept: deque[_Message] | None = deque(maxlen=config.buffer_steps) if config.replay_endpoint else None
         self._lock = threading.Lock()  # of what is kept
+        self._logged = float("-inf")
+        self._num_unlogged = 0
         self._replays: deque[_Replay] = deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._woken, self._wake = socket.socketpair()
@@ -106,7 +112,7 @@ class KVEventPublisher:
         try:
             self._publisher = self._socket(zmq.PUB, config.endpoint)
             self._publisher.set_hwm(config.hwm)
-            self._open(self._publisher, "endpoint", config.endpoint, bind=_is_bound(config.endpoint))
+            self._open(self._publisher, "endpoint", config.endpoint, bind=config.binds)
             self._router: zmq.Socket[bytes] | None = None
             if config.replay_endpoint is not None:
                 self._router = self._socket(zmq.ROUTER, config.replay_endpoint)
@@ -157,6 +163,7 @@ class KVEventPublisher:
         # The context is the process's, so that inproc:// reaches other sockets of it.
         made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._sockets.append(made)
+        made.maxmsgsize = _MOST_ASKED
         made.linger = int(1000 * _LAST_WORDS)
         made.ipv6 = "[" in address or "::" in address
         return made
@@ -164,6 +171,12 @@ class KVEventPublisher:
     def _open(self, closed: zmq.Socket[bytes], name: str, address: str, *, bind: bool) -> None:
         try:
             (closed.bind if bind else closed.connect)(address)
+            if bind and not _LOOPBACK.match(address):
+                logger.warning(
+                    "%s: %s %s is open to other machines. Events hold the tokens of prompts and answers, and no key is "
+                    "asked for: close the port to all but the router, or bind 127.0.0.1 or ipc://.",
+                    NAME, name, address,
+                )  # fmt: skip
         except zmq.ZMQError as error:
             verb = "bound" if bind else "connected to"
             raise ConfigError(
@@ -189,7 +202,7 @@ class KVEventPublisher:
             try:
                 goes_on, progress = self._send_queued(), self._replay()
             except Exception:  # what is wrong with one message must not end all others
-                logger.exception("a KV event could not be published")
+                self._complain("A KV event could not be published.", exc_info=True)
             if goes_on and not progress:
                 poller.poll(_RETRY if self._replays else None)
 
@@ -219,7 +232,7 @@ class KVEventPublisher:
             if len(first) == 8 and envelope:
                 self._replays.append(_Replay(envelope, self._since(int.from_bytes(first, "big"))))
             else:
-                logger.warning("A request for KV events is ignored: it must be a number of 8 bytes, big-endian.")
+                self._complain("A request for KV events is ignored: it must be a number of 8 bytes, big-endian.")
         progress = False
         for _ in range(len(self._replays)):
             replay = self._replays.popleft()
@@ -230,6 +243,16 @@ class KVEventPublisher:
             if not replay.is_over and time.monotonic() - replay.moved < _PATIENCE:
                 self._replays.append(replay)
         return progress
+
+    def _complain(self, message: str, *, exc_info: bool = False) -> None:
+        """Log a problem; of many, one a minute."""
+        now = time.monotonic()
+        if now - self._logged < _LOG_INTERVAL:
+            self._num_unlogged += 1
+            return
+        more = f" {self._num_unlogged} more such lines were left out before." if self._num_unlogged else ""
+        self._logged, self._num_unlogged = now, 0
+        logger.warning("%s%s", message, more, exc_info=exc_info)
 
     def _send_some(self, replay: _Replay) -> int:
         """Go on with a replay; how many parts of it were sent."""
@@ -285,10 +308,6 @@ class KVEventPublisher:
             lora_name=None,
             extra_keys=keys,
         )
-
-
-def _is_bound(address: str) -> bool:
-    return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
 
 class _Message:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from engine.scheduling.sequence import SequenceGroup, Status
 
+_Name = tuple[str | None, bool]  # a tenant, and whether its inputs to pool are meant
+
 _SPARE = 16  # finished groups that a line may hold, besides as many as wait
 
 
@@ -19,13 +21,15 @@ class WaitingQueue:
     tenant passes it over once at most. The turn of a group that was admitted and preempted is given back. Tenants
     without a waiting group leave no trace.
 
+    A tenant's inputs to pool have a line of their own, and turns of their own.
+
     Attributes:
         lacks_room: rows or pages were missing for the first in line when it was last looked at.
     """
 
     def __init__(self) -> None:
         self.lacks_room = False
-        self._lines: OrderedDict[str | None, _Line] = OrderedDict()  # by tenant, in the order of their turns
+        self._lines: OrderedDict[_Name, _Line] = OrderedDict()  # in the order of their turns
         self._count = 0
 
     def __len__(self) -> int:
@@ -34,7 +38,7 @@ class WaitingQueue:
     def push(self, group: SequenceGroup) -> None:
         """A group waits from now on."""
         group.status = Status.WAITING
-        line = self._lines.setdefault(group.request.tenant, _Line())
+        line = self._lines.setdefault(_line_of(group), _Line())
         heapq.heappush(line.heap, (group.request.priority, group.arrival, group))
         line.num_waiting += 1
         self._count += 1
@@ -42,39 +46,47 @@ class WaitingQueue:
     def push_back(self, group: SequenceGroup) -> None:
         """A group that was admitted waits again: it is its tenant's turn."""
         self.push(group)
-        self._lines.move_to_end(group.request.tenant, last=False)
+        self._lines.move_to_end(_line_of(group), last=False)
         self.lacks_room = True
 
-    def first(self) -> SequenceGroup | None:
-        """What is admitted next."""
-        line = next(iter(self._lines.values()), None)
-        return None if line is None else line.first()
+    def first(self, pooled: bool = True) -> SequenceGroup | None:
+        """The group that is admitted next.
+
+        Args:
+            pooled: it may be an input to pool.
+        """
+        lines = (line for (_, is_pooled), line in self._lines.items() if pooled or not is_pooled)
+        return None if (line := next(lines, None)) is None else line.first()
 
     def pop(self, group: SequenceGroup) -> None:
         """A group is admitted, its tenant's first."""
-        tenant = group.request.tenant
-        if self._lines[tenant].first() is not group:
+        name = _line_of(group)
+        if self._lines[name].first() is not group:
             raise AssertionError("a group is admitted before its tenant's first")
-        heapq.heappop(self._lines[tenant].heap)
-        self._lines.move_to_end(tenant)
+        heapq.heappop(self._lines[name].heap)
+        self._lines.move_to_end(name)
         self.leave(group)
 
     def leave(self, group: SequenceGroup) -> None:
         """One that waits is finished, or admitted."""
-        line = self._lines[group.request.tenant]
+        line = self._lines[_line_of(group)]
         line.num_waiting -= 1
         self._count -= 1
         self.lacks_room = self.lacks_room and self._count > 0
         if not line.num_waiting:
-            del self._lines[group.request.tenant]
+            del self._lines[_line_of(group)]
         elif len(line.heap) > 2 * line.num_waiting + _SPARE:
             line.heap = [entry for entry in line.heap if entry[2].status is Status.WAITING and entry[2] is not group]
             heapq.heapify(line.heap)
 
 
+def _line_of(group: SequenceGroup) -> _Name:
+    return group.request.tenant, group.request.pooling is not None
+
+
 @dataclass(slots=True)
 class _Line:
-    """One tenant's waiting groups, `num_waiting` of them.
+    """Waiting groups of one tenant, `num_waiting` of them.
 
     Attributes:
         heap: priority, arrival and group; may hold finished groups, in bounded number.

@@ -70,6 +70,7 @@ class Scheduler:
         self._arrivals = 0
         self.in_flight = InFlightSteps(pool, config.block_size)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
+        self._pools_last = False  # inputs to pool come after all other work in this step; see `_plan_prompts`
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
@@ -286,18 +287,40 @@ class Scheduler:
     # ---------------------------------------------------------------- planning
 
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
-        """Give what is left to sequences with several tokens to compute, and to waiting requests."""
+        """Give what is left to sequences with several tokens to compute, and to waiting requests.
+
+        Inputs to pool, of which a client may send thousands, take turns with other work: in every second step they get
+        tokens only if nothing else runs in it.
+        """
         step.begin_prompts()
-        if chunked and not chunked[0].unchunked:
-            self._plan_short(step, chunked[0], chunked[1:])
-        for group in chunked:
-            if group in step.rows:
-                continue
-            if group.status is Status.RUNNING and step.is_open:
-                self._plan_group(step, group, group.work())
+        pooled = [group for group in chunked if group.request.pooling is not None]
+        head = self._waiting.first()
+        if pooled or (head is not None and head.request.pooling is not None):
+            self._pools_last = not self._pools_last
+        last = pooled if self._pools_last else []
+        first = [group for group in chunked if group not in last]
+        if first and not first[0].unchunked:
+            self._plan_short(step, first[0], first[1:])
+        self._plan_chunks(step, first)
         if not (step.preempted or self._drains):
             self._admit(step)
+        if last and not self._has_other_work(step):
+            self._plan_chunks(step, last[::-1])  # of several each gets its turn
+        if not (step.preempted or self._drains):
             self._waiting.lacks_room = (head := self._waiting.first()) is not None and not self._can_admit(step, head)
+
+    def _plan_chunks(self, step: Step, groups: list[SequenceGroup]) -> None:
+        for group in groups:
+            if group not in step.rows and group.status is Status.RUNNING and step.is_open:
+                self._plan_group(step, group, group.work())
+
+    def _next_waiting(self, step: Step) -> SequenceGroup | None:
+        """The group that is admitted next; no input to pool where other work comes first and there is some."""
+        return self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
+
+    def _has_other_work(self, step: Step) -> bool:
+        """Something runs in the step that is no input to pool."""
+        return any(group.request.pooling is None for group in step.rows)
 
     def _plan_short(self, step: Step, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
         """Give up to half of what is left to prompts that have at most half as much to compute as the oldest one, so
@@ -308,7 +331,7 @@ class Scheduler:
                 is_short = not group.unchunked and group.key[0] == priority and group.num_missing <= most
                 if is_short and group.status is Status.RUNNING and step.is_open:
                     self._plan_group(step, group, group.work())
-            while step.is_open and (waiting := self._waiting.first()) is not None:
+            while step.is_open and (waiting := self._next_waiting(step)) is not None:
                 plain = not waiting.unchunked and waiting.encoder_input is None and len(waiting.sequences) == 1
                 if not plain or waiting.key[0] > priority or self._tables.num_missing(waiting) > most:
                     return
@@ -408,7 +431,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in turn, as long as rows, budget and pages last."""
-        while step.is_open and (group := self._waiting.first()) is not None:
+        while step.is_open and (group := self._next_waiting(step)) is not None:
             if not self._encoder_cache.may_start(step, group) or (group.unchunked and not step.can_read(group)):
                 return
             if self.in_flight.encodes(group.encoder_input):

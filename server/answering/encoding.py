@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, TokenInput
 from engine.pooled import boxes_of, token_input
@@ -13,14 +15,19 @@ from engine.text.processor import Encoding, Tokenizer
 from server.admission import estimate_tokens
 from server.answering.prompt import check_token_ids, count_beyond
 from server.api.pooling_schemas import Image
+from server.commons import max_queued_tokens
+from server.config.settings import ServerSettings
 from server.context import Service
 from server.errors import ApiError
 
+T = TypeVar("T")
 Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
 Boxes = Sequence[list[list[int]] | None]  # of each input those of its tokens, [left, upper, right, lower]; None: zeros
 
 ADVICE = "send truncate_prompt_tokens"  # about a text that is too long
+MANY_TOKENS = 2**20  # tokens that the inputs of one request may have together, or `max_queued_tokens` if that is more
 _AT_ONCE = 64  # texts between two looks at whether the client is still there
+_AT_ONCE_CHARACTERS = 65536  # characters between two looks
 
 
 def estimate(inputs: Sequence[Text | Image | list[int]], info: EngineInfo) -> int:
@@ -56,6 +63,7 @@ async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, P
 async def encode_all(
     service: Service,
     texts: Sequence[Text],
+    keep: Callable[[Encoding, Text], T],
     param: str = "input",
     *,
     name: str | None = None,
@@ -65,10 +73,13 @@ async def encode_all(
     marker: int | None = None,
     may_be_empty: bool = False,
     advice: str = ADVICE,
-) -> list[Encoding]:
-    """Texts as the model reads them, in their order; they are tokenised in a thread.
+) -> list[T]:
+    """Tokenises texts in a thread, in parts, and returns what `keep` makes of each.
+
+    An `Encoding` takes up to 200 bytes a token. Only that of one text exists at a time, unless `keep` returns it.
 
     Args:
+        keep: is called in the thread.
         param: the field that they came in.
         places: theirs there, for refusals (default: there is nothing else in it).
         name: what a refusal of one that is too long calls it; its field and place unless told.
@@ -78,17 +89,73 @@ async def encode_all(
         advice: what to do about one that is too long, besides to shorten it.
 
     Raises:
-        ApiError: there is no tokenizer, or a text has more tokens than the model takes and is not to be cut.
+        ApiError: there is no tokenizer, a text has more tokens than the model takes and is not to be cut, or several
+            have more together than one request may bring.
     """
     tokenizer = need_tokenizer(service, param)
     limit = service.client.info.max_model_len
     reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, marker, may_be_empty, advice)
-    found: list[Encoding] = []
+    found: list[T] = []
     named: Sequence[int | None] = places or ([None] if len(texts) == 1 else range(len(texts)))
-    for start in range(0, len(texts), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        found += await asyncio.to_thread(reader.read, texts[part], named[part])
+    most = _most_tokens(service)
+    while len(found) < len(texts):
+        count = await asyncio.to_thread(_read_some, reader, texts, named, keep, found, most)
+        if len(texts) > 1 and count > most:
+            raise _too_many(param, len(texts), most)
     return found
+
+
+def _read_some(
+    reader: _Reader,
+    texts: Sequence[Text],
+    places: Sequence[int | None],
+    keep: Callable[[Encoding, Text], T],
+    found: list[T],
+    most: int,
+) -> int:
+    """Add the next texts to `found`; how many tokens the reader has read in all."""
+    last, characters = min(len(found) + _AT_ONCE, len(texts)), 0
+    while len(found) < last and characters < _AT_ONCE_CHARACTERS and reader.num_tokens <= most:
+        item = texts[len(found)]
+        characters += sum(map(len, item)) if isinstance(item, tuple) else len(item)
+        found.append(keep(reader.read(item, places[len(found)]), item))
+    return reader.num_tokens
+
+
+def _most_tokens(service: Service) -> int:
+    """Tokens that several inputs of one request may have together."""
+    return max(max_queued_tokens(service.client.info, service.settings), MANY_TOKENS)
+
+
+def _too_many(param: str, count: int, most: int) -> ApiError:
+    message = (
+        f"{param}: the {count} inputs have more than {most} tokens together, the most that one request may bring. Send "
+        "fewer in one request, or raise --max-num-queued-tokens."
+    )
+    return ApiError(400, message, param=param, code="too_many_tokens")
+
+
+def compact(source: TokenInput, settings: ServerSettings) -> TokenInput:
+    """The input with 4 bytes for each token id, and with its text only if that is logged."""
+    types = source.token_type_ids
+    return TokenInput(
+        array("i", source.token_ids),
+        source.text if settings.log_prompts else None,
+        None if types is None else array("b", types),
+        source.bbox,
+    )
+
+
+def expanded(source: TokenInput) -> TokenInput:
+    """The input with lists, as it goes to the engine."""
+    types = source.token_type_ids
+    return TokenInput(list(source.token_ids), source.text, None if types is None else list(types), source.bbox)
+
+
+def compact_input(service: Service, encoding: Encoding, text: Text) -> TokenInput:
+    """An encoded text, or pair of texts, as the engine takes it, in little memory."""
+    whole = text if isinstance(text, str) else "\n".join(text)
+    return compact(token_input(encoding, service.client.info, whole), service.settings)
 
 
 async def read_inputs(
@@ -126,6 +193,7 @@ async def read_inputs(
         read = await encode_all(
             service,
             list(texts.values()),
+            functools.partial(compact_input, service),
             param,
             places=list(texts) if ids else None,
             add_special_tokens=add_special_tokens,
@@ -133,8 +201,7 @@ async def read_inputs(
             marker=marker,
             advice=advice,
         )
-        for (place, text), encoding in zip(texts.items(), read, strict=True):
-            found[place] = token_input(encoding, service.client.info, text)
+        found.update(zip(texts, read, strict=True))
     return [found[place] for place in range(len(given))]
 
 
@@ -156,8 +223,11 @@ def read_ids(
         alone: the request has no other input.
 
     Raises:
-        ApiError: some are outside the vocabulary, there are more than the model takes, or their boxes are none.
+        ApiError: some are outside the vocabulary, there are more than the model or one request takes, or their boxes
+            are none.
     """
+    if not alone and sum(map(len, given.values())) > (most := _most_tokens(service)):
+        raise _too_many(param, len(given), most)
     info, inputs = service.client.info, dict[int, TokenInput]()
     for place, ids in given.items():
         _check_own(ids, info, param)
@@ -171,7 +241,7 @@ def read_ids(
         except InvalidRequestError as problem:
             where = "" if alone else f"{param}[{place}]: "
             raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
-        inputs[place] = replace(token_input(found, info), bbox=kept)
+        inputs[place] = compact(replace(token_input(found, info), bbox=kept), service.settings)
     return inputs
 
 
@@ -273,12 +343,10 @@ class _Reader:
         self._marker = marker
         self._may_be_empty = may_be_empty
         self._advice = advice
+        self.num_tokens = 0  # of all texts that were read
 
-    def read(self, texts: Sequence[Text], places: Sequence[int | None]) -> list[Encoding]:
-        """These texts, with their places among the request's; None: it has no other."""
-        return [self._encode(item, place) for item, place in zip(texts, places, strict=True)]
-
-    def _encode(self, item: Text, place: int | None) -> Encoding:
+    def read(self, item: Text, place: int | None) -> Encoding:
+        """A text, with its place among the request's; None: it has no other."""
         first, *second = (item,) if isinstance(item, str) else item
         first, second = self._beginning(first, place), [self._beginning(text, place) for text in second]
         found = self._tokenizer.encode_input(
@@ -290,6 +358,7 @@ class _Reader:
             where = "" if place is None else f"[{place}]"
             message = f"{self._param}{where} has no tokens."
             raise ApiError(400, message, param=self._param, code="invalid_value")
+        self.num_tokens += len(found.ids)
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:

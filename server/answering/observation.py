@@ -220,12 +220,13 @@ class PoolingRecord(RequestRecord):
     def input(self, source: TokenInput | PixelInput, num_tokens: int) -> PromptTimes:
         """An input of the request, which counts as so many tokens, will go to the engine; what is to be filled as it is
         answered."""
-        if isinstance(source, TokenInput):
-            return self.prompt(Prompt(list(source.token_ids), source.text), 0)
         times = PromptTimes(self.arrival, num_tokens, 0)
         self._times.append(times)
-        if self.log_prompts:
-            self._prompts.append(Prompt([], "[image]"))
+        if self.log_prompts and len(self._prompts) < _SHOWN_INPUTS:
+            if isinstance(source, TokenInput):
+                self._prompts.append(Prompt(list(source.token_ids), source.text))
+            else:
+                self._prompts.append(Prompt([], "[image]"))
         return times
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
@@ -247,7 +248,7 @@ class PoolingRecord(RequestRecord):
             **self._seconds(sum(times.num_prompt for times in self._times if times.sampled is not None)),
         }  # fmt: skip
         if self.log_prompts:
-            facts["input"] = [_cut_prompt(prompt) for prompt in self._prompts[:_SHOWN_INPUTS]]
+            facts["input"] = [_cut_prompt(prompt) for prompt in self._prompts]
         return facts
 
 

@@ -32,7 +32,7 @@ from engine import (
     TokenInput,
     parse_bytes,
 )
-from server.answering.encoding import ADVICE
+from server.answering.encoding import ADVICE, expanded
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
 from server.answering.terms import DeadlineError, Terms, read_terms
@@ -284,7 +284,8 @@ class _Answers(Lane):
         try:
             self._service.metrics.watch(run.request_id, run.times)
             deliver = functools.partial(self._deliver, index)
-            self._service.client.submit(run.request_id, run.input.source, run.input.params, deliver, **self._terms)
+            source = expanded(run.input.source) if isinstance(run.input.source, TokenInput) else run.input.source
+            self._service.client.submit(run.request_id, source, run.input.params, deliver, **self._terms)
         except Exception as problem:
             self._service.metrics.unwatch(run.request_id)
             self._fail(problem)

@@ -3,6 +3,7 @@ sparse ones."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,13 +11,14 @@ from engine import Pooled, PoolingParams
 from engine.pooled import (
     SIDES,
     Comparer,
+    SideReading,
     compared_side,
     is_cross_encoder,
     prompt_tokens,
     side_prompt,
-    token_input,
 )
-from server.answering.encoding import Text, encode_all, estimate, need_tokenizer
+from engine.text.processor import Encoding
+from server.answering.encoding import Text, compact, compact_input, encode_all, estimate, need_tokenizer
 from server.answering.pooling import PoolingInput, PoolingRun
 
 
@@ -64,50 +66,52 @@ class ScoringRun(PoolingRun):
 
     async def _joined(self) -> list[PoolingInput]:
         """Each pair as one input."""
-        pairs, info = self._pairs(), self.service.client.info
-        read = await encode_all(
+        params = PoolingParams(task="classify", use_activation=self.use_activation)
+        return await encode_all(
             self.service,
-            pairs,
+            self._pairs(),
+            lambda encoding, pair: PoolingInput(compact_input(self.service, encoding, pair), params),
             self.second.param,
             name=f"the pair with {self.second.name or self.second.param}",
             truncate=self.truncate,
             advice=self.advice,
         )
-        params = PoolingParams(task="classify", use_activation=self.use_activation)
-        return [
-            PoolingInput(token_input(encoding, info, "\n".join(pair)), params)
-            for encoding, pair in zip(read, pairs, strict=True)
-        ]
 
     async def _apart(self) -> list[PoolingInput]:
         """Each text as one input, read once, however many pairs it is in; notes which they are."""
         info = self.service.client.info
         tokenizer = need_tokenizer(self.service, self.first.param)
         task = Comparer(info).task
-        places: dict[tuple[tuple[int, ...], PoolingParams], int] = {}
+        places: dict[tuple[bytes, PoolingParams], int] = {}
         inputs: list[PoolingInput] = []
         sides: list[list[int]] = []
         for side, name in zip((self.first, self.second), SIDES, strict=True):
             prompt, reading = side_prompt(info, name), compared_side(info, tokenizer, name)
             params = PoolingParams(task=task, skip_tokens=prompt_tokens(tokenizer, info, prompt))
-            texts = [prompt + text for text in side.texts]
-            limit = reading.limit(self.truncate)
-            read = await encode_all(
-                self.service,
-                texts,
-                side.param,
-                name=side.name,
-                truncate=limit,
-                marker=reading.marker,
-                advice=self.advice,
-            )
-            sides.append([])
-            for encoding, text in zip(read, texts, strict=True):
-                source, asked = reading.complete(token_input(encoding, info, text), params, self.truncate)
-                place = places.setdefault((tuple(source.token_ids), asked), len(places))
-                sides[-1].append(place)
+
+            def place_of(
+                encoding: Encoding, text: Text, reading: SideReading = reading, params: PoolingParams = params
+            ) -> int:
+                """Which input the text is: equal ones are one."""
+                source, asked = reading.complete(compact_input(self.service, encoding, text), params, self.truncate)
+                source = compact(source, self.service.settings)
+                place = places.setdefault((array("i", source.token_ids).tobytes(), asked), len(places))
                 if place == len(inputs):
                     inputs.append(PoolingInput(source, asked))
+                return place
+
+            sides.append(
+                await encode_all(
+                    self.service,
+                    [prompt + text for text in side.texts],
+                    place_of,
+                    side.param,
+                    name=side.name,
+                    truncate=reading.limit(self.truncate),
+                    marker=reading.marker,
+                    advice=self.advice,
+                )
+            )
         first, second = sides
         self._vectors = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
         return inputs
@@ -127,23 +131,25 @@ class ScoringRun(PoolingRun):
         """The side with its texts cut to what it may have of each."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
-        read = await encode_all(
+        tokenizer = need_tokenizer(self.service, side.param)
+
+        def kept(encoding: Encoding, text: Text) -> str:
+            assert isinstance(text, str)
+            if not encoding.truncated:
+                return text
+            if encoding.offsets is None:
+                return tokenizer.decode(encoding.ids)
+            return text[encoding.offsets[0][0] : encoding.offsets[-1][1]]
+
+        texts = await encode_all(
             self.service,
             side.texts,
+            kept,
             side.param,
             add_special_tokens=False,
             truncate=side.most,
             may_be_empty=True,  # how little a text may hold is for what the model reads to decide
         )
-        tokenizer = need_tokenizer(self.service, side.param)
-        texts = []
-        for encoding, text in zip(read, side.texts, strict=True):
-            if not encoding.truncated:
-                texts.append(text)
-            elif encoding.offsets is None:
-                texts.append(tokenizer.decode(encoding.ids))
-            else:
-                texts.append(text[encoding.offsets[0][0] : encoding.offsets[-1][1]])
         return replace(side, texts=texts)
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
 from engine import ModelLoadError
 from engine.audio import Cutter, LogMel, Window, load_log_mel, samples_of
@@ -13,8 +15,10 @@ from server.errors import ApiError
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.sound import DecodedPart, SoundPart
 
-PART = 240  # seconds that a worker decodes at a time
-PART_TIME = 30.0  # seconds that it may take
+PART = 60  # seconds that a worker decodes at a time: 4 MB, of which this process has a few copies for a moment
+PART_TIME = 15.0  # seconds that it may take
+BUDGET = 15.0  # seconds that all parts of a file may take together, and ...
+BUDGET_SHARE = 1 / 20  # ... so many for each second of sound
 
 
 @lru_cache(maxsize=8)
@@ -27,20 +31,29 @@ def find_log_mel(model_path: str) -> LogMel | str:
 
 
 async def windows(
-    content: bytes, log_mel: LogMel, most_seconds: float, turn: asyncio.Semaphore, workers: WorkerPool | None = None
+    content: bytes,
+    log_mel: LogMel,
+    most_seconds: float,
+    turn: AbstractAsyncContextManager[Any],
+    workers: WorkerPool | None = None,
 ) -> AsyncGenerator[Window, None]:
     """The windows of a file's sound, in their order; the next part is decoded when those before are taken.
 
     Args:
-        turn: held while a part is decoded.
+        turn: entered for each part that is decoded.
 
     Raises:
         ApiError: it is no sound, too long, or takes a worker too much time or memory.
     """
     pool, cutter, rate = workers or shared_workers(), Cutter(log_mel.window_samples, log_mel.rate), log_mel.rate
-    start, count = 0, PART * rate
+    start, count, spent, budget = 0, PART * rate, 0.0, BUDGET
     while True:
-        part = await _decoded(pool, turn, SoundPart(content, rate, start, count, most_seconds))
+        async with turn:
+            began = monotonic()
+            left = min(PART_TIME, budget - spent)
+            part = await _decoded(pool, SoundPart(content, rate, start, count, most_seconds), left)
+            spent += monotonic() - began
+        budget = BUDGET + part.seconds * BUDGET_SHARE
         if part.seconds > most_seconds:  # known before any window is asked for
             raise too_long(part.seconds, most_seconds)
         samples = samples_of(part.samples)
@@ -55,14 +68,18 @@ async def windows(
         yield window
 
 
-async def _decoded(pool: WorkerPool, turn: asyncio.Semaphore, part: SoundPart) -> DecodedPart:
+async def _decoded(pool: WorkerPool, part: SoundPart, seconds: float) -> DecodedPart:
     try:
-        async with turn:
-            return await pool.run("sound", part, DecodedPart, PART_TIME)
+        if seconds <= 0:
+            raise TimeoutError
+        return await pool.run("sound", part, DecodedPart, seconds)
     except RefusedError as problem:
         raise _refusal(str(problem)) from None
     except TimeoutError:
-        raise _refusal(f"decoding {PART} seconds of it takes more than {PART_TIME:g} seconds") from None
+        what = f"decoding {PART} seconds of it takes more than {PART_TIME:g} seconds"
+        if seconds < PART_TIME:
+            what = f"decoding it takes more than {BUDGET:g} seconds plus {BUDGET_SHARE:.0%} of its length"
+        raise _refusal(what) from None
     except WorkerLostError:
         raise _refusal("decoding it takes too much memory") from None
 

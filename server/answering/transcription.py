@@ -222,7 +222,8 @@ class TranscriptionRun:
         """Begin with the windows, one after the other."""
         try:
             limit = self.service.settings.max_audio_seconds
-            async with aclosing(windows(self.content, self.log_mel, limit, self.service.decoding)) as parts:
+            turn = self.service.decoding.of(self.terms.tenant)
+            async with aclosing(windows(self.content, self.log_mel, limit, turn)) as parts:
                 async for window in parts:
                     await room.acquire()
                     task = self._task(self._hear(window))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +14,9 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
+AT_ONCE = 100  # refusals a second that are answered at once
+LONGEST_PAUSE = 0.5  # seconds that any other one waits at most
+MOST_PAUSING = 256  # of them, which hold a connection each; beyond that all are answered at once
 LOG_INTERVAL = 1.0  # seconds; refusals in between share a line
 # Takes the tenant; raises ApiError if there is no room for any request of it.
 Check = Callable[[str | None], Awaitable[None]]
@@ -22,13 +26,28 @@ class FullGate:
     """Middleware: answers 503 where no request to that path would be admitted, and notes when requests arrived
     (`scope["state"]["arrival"]`, seconds of `time.monotonic()`).
 
+    Clients that ask again without a pause would take processor time from those that are served. So beyond `AT_ONCE` a
+    second refusals are answered with a delay.
+
     Args:
         checks: by path.
+        clock: seconds that only grow.
+        pause: waits for so many seconds.
     """
 
-    def __init__(self, app: ASGIApp, checks: Mapping[str, Check]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        checks: Mapping[str, Check],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
         self._app = app
         self._checks = checks
+        self._clock = clock
+        self._pause = pause
+        self._due = float("-inf")  # when the next refusal would be answered at an even pace
+        self._num_pausing = 0
         self._num_refused = 0
         self._logged = float("-inf")
 
@@ -42,9 +61,21 @@ class FullGate:
                     await check(state.get("tenant"))
                 except ApiError as problem:
                     self._log(problem)
+                    await self._slow_down()
                     await problem.response()(scope, receive, send)
                     return
         await self._app(scope, receive, send)
+
+    async def _slow_down(self) -> None:
+        """Wait as long as there are too many refusals. A second's worth may come together."""
+        now = self._clock()
+        self._due = min(max(self._due, now - 1.0) + 1 / AT_ONCE, now + LONGEST_PAUSE)
+        if self._due > now and self._num_pausing < MOST_PAUSING:
+            self._num_pausing += 1
+            try:
+                await self._pause(self._due - now)
+            finally:
+                self._num_pausing -= 1
 
     def _log(self, problem: ApiError) -> None:
         """One line a second at most: refusals are many at a time."""

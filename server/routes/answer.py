@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import InvalidRequestError, Pooled, PoolingParams
-from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, token_input, windows_of
+from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, windows_of
 from engine.text.processor import Encoding
 from server.admission import estimate_tokens
-from server.answering.encoding import need_tokenizer
+from server.answering.encoding import compact_input, need_tokenizer
 from server.answering.endpoints import require
+from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
 from server.api.answer_schemas import AnswerRequest, AnswerResponse
@@ -75,7 +76,7 @@ class _AnswerRun(PoolingRun):
     asked: list[tuple[str, str]] = field(kw_only=True)
     answer_terms: AnswerTerms = field(kw_only=True)
     window: tuple[int, int] = field(kw_only=True)  # tokens of a window, and those that two share
-    windows: list[list[Encoding]] = field(default_factory=list)
+    windows: list[bytes] = field(default_factory=list)  # those of each context, packed
 
     def size(self) -> int:
         size, overlap = self.window
@@ -87,40 +88,39 @@ class _AnswerRun(PoolingRun):
         return total
 
     async def inputs(self) -> list[PoolingInput]:
-        info, params = self.service.client.info, PoolingParams(task="answer")
-        total = 0
+        inputs: list[PoolingInput] = []
         for index in range(len(self.asked)):
-            self.windows.append(await asyncio.to_thread(self._cut, index))
-            total += len(self.windows[-1])
-            if total > MAX_WINDOWS:
+            inputs += await asyncio.to_thread(self._cut, index)
+            if len(inputs) > MAX_WINDOWS:
                 message = (
                     f"the contexts make more than {MAX_WINDOWS} windows, the limit for a request. Send fewer, "
                     f"raise max_seq_len, or lower doc_stride."
                 )
                 raise ApiError(400, message, param="context", code="context_length_exceeded")
-        return [
-            PoolingInput(token_input(window, info, "\n".join(texts)), params)
-            for windows, texts in zip(self.windows, self.asked, strict=True)
-            for window in windows
-        ]
+        return inputs
 
-    def _cut(self, index: int) -> list[Encoding]:
+    def _cut(self, index: int) -> list[PoolingInput]:
+        """The windows of a question and its context as inputs."""
         tokenizer = need_tokenizer(self.service, "context")
         try:
             encoding = read_question(tokenizer, *self.asked[index])
-            return windows_of(encoding, *self.window, tokenizer.truncation_side)
+            windows = windows_of(encoding, *self.window, tokenizer.truncation_side)
         except InvalidRequestError as problem:
             where = f"{problem.param}[{index}]: " if len(self.asked) > 1 else ""
             raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+        self.windows.append(packed(windows))
+        params = PoolingParams(task="answer")
+        return [PoolingInput(compact_input(self.service, window, self.asked[index]), params) for window in windows]
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         rest = iter(answers)
-        found = ([next(rest) for _ in windows] for windows in self.windows)
-        return listed(self, (self._item(index, pooled) for index, pooled in enumerate(found)))
+        return listed(self, (self._item(index, rest) for index in range(len(self.windows))))
 
-    def _item(self, index: int, pooled: Sequence[Pooled]) -> dict[str, Any]:
+    def _item(self, index: int, answers: Iterator[Pooled]) -> dict[str, Any]:
+        windows = unpacked(self.windows[index], list[Encoding])
+        pooled = [next(answers) for _ in windows]
         cls = need_tokenizer(self.service, "context").cls_token_id
-        found = answers_of(pooled, self.windows[index], self.asked[index][1], self.answer_terms, cls)
+        found = answers_of(pooled, windows, self.asked[index][1], self.answer_terms, cls)
         return {
             "index": index,
             "answers": [

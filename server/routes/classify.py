@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled, PoolingParams
-from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
+from engine.pooled import Aggregation, labels_of, longest, spans_of
 from engine.text.processor import Encoding
-from server.answering.encoding import check_boxes, encode_all, estimate, read_images, read_inputs
+from server.answering.encoding import (
+    Text,
+    check_boxes,
+    compact_input,
+    encode_all,
+    estimate,
+    read_images,
+    read_inputs,
+)
 from server.answering.endpoints import require
+from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
 from server.api.classify_schemas import (
@@ -51,17 +59,20 @@ async def create_classification(
 
 @dataclass(slots=True)
 class _ClassifyRun(PoolingRun):
+    """`encodings` has those of texts, packed, where `keeps_encodings` says so."""
+
     id_prefix = "classify"
+    keeps_encodings: ClassVar[bool] = False
     body: ClassifyRequest
     truncate: int | None = field(kw_only=True)
     use_activation: bool | None = field(kw_only=True)
-    encodings: list[Encoding] = field(default_factory=list)
+    encodings: list[bytes] = field(default_factory=list)
 
     def size(self) -> int:
         return estimate(self.body.input, self.service.client.info)
 
     async def read(self, params: PoolingParams) -> list[PoolingInput]:
-        """The inputs, once what is asked of each is known; notes their encodings."""
+        """The inputs, once what is asked of each is known."""
         images = await read_images(self.service, self.body.input)
         if images:
             info = self.service.client.info
@@ -71,27 +82,15 @@ class _ClassifyRun(PoolingRun):
             return [image_input(image, params, info) for image in images.values()]
         if isinstance(self.body.input[0], list):
             sources = await read_inputs(self.service, self.body.input, truncate=self.truncate, boxes=self.body.bbox)
-            self.encodings = await asyncio.to_thread(self._by_tokens, [source.token_ids for source in sources])
             return [PoolingInput(source, params) for source in sources]
-        special = self.body.add_special_tokens is not False
-        self.encodings = await encode_all(
-            self.service, self.body.input, add_special_tokens=special, truncate=self.truncate
-        )
-        info = self.service.client.info
-        return [
-            PoolingInput(token_input(encoding, info, item if isinstance(item, str) else "\n".join(item)), params)
-            for encoding, item in zip(self.encodings, self.body.input, strict=True)
-        ]
 
-    def _by_tokens(self, inputs: Sequence[Sequence[int]]) -> list[Encoding]:
-        """Inputs that came as ids: places in them are those of tokens, and what frames them belongs to no
-        text."""
-        tokenizer = self.service.tokenizer
-        added = frozenset[int]() if tokenizer is None else tokenizer.frame_ids
-        return [
-            replace(Encoding.of_ids(ids, added=added), offsets=[(at, at + 1) for at in range(len(ids))])
-            for ids in inputs
-        ]
+        def kept(encoding: Encoding, item: Text) -> PoolingInput:
+            if self.keeps_encodings:
+                self.encodings.append(packed(encoding))
+            return PoolingInput(compact_input(self.service, encoding, item), params)
+
+        special = self.body.add_special_tokens is not False
+        return await encode_all(self.service, self.body.input, kept, add_special_tokens=special, truncate=self.truncate)
 
 
 @dataclass(slots=True)
@@ -119,6 +118,7 @@ class _TextRun(_ClassifyRun):
 
 @dataclass(slots=True)
 class _TokenRun(_ClassifyRun):
+    keeps_encodings = True
     aggregation: Aggregation = "simple"
 
     async def inputs(self) -> list[PoolingInput]:
@@ -139,9 +139,9 @@ class _TokenRun(_ClassifyRun):
         return listed(self, (self._item(index, answer) for index, answer in enumerate(answers)))
 
     def _item(self, index: int, answer: Pooled) -> dict[str, Any]:
-        given, encoding = self.body.input[index], self.encodings[index]
+        given, service = self.body.input[index], self.service
         text = given if isinstance(given, str) else None
-        service = self.service
+        encoding = self._of_ids(given) if text is None else unpacked(self.encodings[index], Encoding)
         spans = spans_of(answer, encoding, text, service.tokenizer, service.client.info, self.aggregation)
         return {
             "index": index,
@@ -150,6 +150,14 @@ class _TokenRun(_ClassifyRun):
                 for span in spans
             ],
         }
+
+    def _of_ids(self, given: Sequence[int]) -> Encoding:
+        """An input that came as ids: places in it are those of tokens, and what frames it belongs to no text."""
+        tokenizer = self.service.tokenizer
+        added = frozenset[int]() if tokenizer is None else tokenizer.frame_ids
+        side = "right" if tokenizer is None else tokenizer.truncation_side
+        encoding = Encoding.of_ids(given, self.truncate, side, added=added)
+        return replace(encoding, offsets=[(at, at + 1) for at in range(len(encoding.ids))], truncated=False)
 
 
 def _refusal(name: str, why: str) -> ApiError:

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import InvalidRequestError, Pooled
-from engine.pooled import MAX_WINDOWS, EntityReading, EntityTerms, entities_of, read_entities, token_input
+from engine.pooled import MAX_WINDOWS, EntityReading, EntityTerms, entities_of, read_entities
 from server.admission import estimate_tokens
-from server.answering.encoding import need_tokenizer
+from server.answering.encoding import compact_input, need_tokenizer
 from server.answering.endpoints import require
+from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
 from server.api.entities_schemas import EntitiesRequest, EntitiesResponse
@@ -51,7 +52,7 @@ class _EntitiesRun(PoolingRun):
     id_prefix = "entities"
     body: EntitiesRequest
     entity_terms: EntityTerms = field(kw_only=True)
-    readings: list[EntityReading] = field(default_factory=list)
+    readings: list[bytes] = field(default_factory=list)  # that of each text, packed
 
     def size(self) -> int:
         limit = self.service.client.info.max_model_len
@@ -64,30 +65,32 @@ class _EntitiesRun(PoolingRun):
         return total
 
     async def inputs(self) -> list[PoolingInput]:
-        info, threshold = self.service.client.info, self.entity_terms.threshold
-        total = 0
+        inputs: list[PoolingInput] = []
         for index in range(len(self.body.input)):
-            self.readings.append(await asyncio.to_thread(self._read, index))
-            total += len(self.readings[-1].windows)
-            if total > MAX_WINDOWS:
+            inputs += await asyncio.to_thread(self._read, index)
+            if len(inputs) > MAX_WINDOWS:
                 message = (
                     f"the texts make more than {MAX_WINDOWS} windows, the limit for a request. Send fewer, or "
                     f"lower stride."
                 )
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
-        return [
-            PoolingInput(token_input(window.encoding, info, reading.text), window.params(threshold))
-            for reading in self.readings
-            for window in reading.windows
-        ]
+        return inputs
 
-    def _read(self, index: int) -> EntityReading:
+    def _read(self, index: int) -> list[PoolingInput]:
+        """The windows of a text as inputs."""
         tokenizer, info = need_tokenizer(self.service, "input"), self.service.client.info
         try:
-            return read_entities(tokenizer, self.body.input[index], self.entity_terms, info)
+            reading = read_entities(tokenizer, self.body.input[index], self.entity_terms, info)
         except InvalidRequestError as problem:
             where = f"input[{index}]: " if len(self.body.input) > 1 and problem.param == "input" else ""
             raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+        self.readings.append(packed(reading))
+        return [
+            PoolingInput(
+                compact_input(self.service, window.encoding, reading.text), window.params(self.entity_terms.threshold)
+            )
+            for window in reading.windows
+        ]
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         return listed(self, self._items(answers))
@@ -95,7 +98,8 @@ class _EntitiesRun(PoolingRun):
     def _items(self, answers: Sequence[Pooled]) -> Iterator[dict[str, Any]]:
         rest, how = iter(answers), self.service.client.info.entities
         assert how is not None  # the endpoint was checked
-        for index, reading in enumerate(self.readings):
+        for index, data in enumerate(self.readings):
+            reading = unpacked(data, EntityReading)
             pooled = [next(rest) for _ in reading.windows]
             found = entities_of(pooled, reading, self.entity_terms, how)
             yield {"index": index, "entities": [asdict(entity) for entity in found]}

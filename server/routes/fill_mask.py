@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams
+from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams, TokenInput
 from engine.pooled import longest, mask_positions, masks_of
 from engine.text.processor import Encoding
 from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs
@@ -49,7 +49,7 @@ class _FillMaskRun(PoolingRun):
     id_prefix = "fillmask"
     body: FillMaskRequest
     truncate: int | None = field(kw_only=True)
-    encodings: list[Encoding] = field(default_factory=list)
+    sources: list[TokenInput] = field(default_factory=list)
 
     def size(self) -> int:
         return estimate(self.body.input, self.service.client.info)
@@ -57,32 +57,32 @@ class _FillMaskRun(PoolingRun):
     async def inputs(self) -> list[PoolingInput]:
         given, service = self.body.input, self.service
         await read_images(service, given)  # no model here reads them: says so if there are any
-        sources = await read_inputs(service, given, truncate=self.truncate, boxes=self.body.bbox)
-        for source in sources:
-            truncated = len(source.token_ids) == self.truncate
-            self.encodings.append(replace(Encoding.of_ids(source.token_ids), truncated=truncated))
+        self.sources = await read_inputs(service, given, truncate=self.truncate, boxes=self.body.bbox)
         places = await asyncio.to_thread(self._places)
         top_k = self.body.top_k or DEFAULT_TOP_K
         self._check_size(places, top_k)
         return [
             PoolingInput(source, PoolingParams(task="fill_mask", positions=masks, top_k=top_k))
-            for source, masks in zip(sources, places, strict=True)
+            for source, masks in zip(self.sources, places, strict=True)
         ]
+
+    def _encoding(self, source: TokenInput) -> Encoding:
+        return replace(Encoding.of_ids(source.token_ids), truncated=len(source.token_ids) == self.truncate)
 
     def _places(self) -> list[list[int]]:
         """Where each input's masks are; of several inputs a refusal says which it is about."""
         tokenizer, places = need_tokenizer(self.service, "input"), []
-        for index, encoding in enumerate(self.encodings):
+        for index, source in enumerate(self.sources):
             try:
-                places.append(mask_positions(encoding, tokenizer))
+                places.append(mask_positions(self._encoding(source), tokenizer))
             except InvalidRequestError as problem:
-                where = f"input[{index}]: " if len(self.encodings) > 1 else ""
+                where = f"input[{index}]: " if len(self.sources) > 1 else ""
                 raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
         return places
 
     def _check_size(self, places: list[list[int]], top_k: int) -> None:
         shown = min(top_k, self.service.client.info.vocab_size)
-        sizes = (len(masks) * shown * len(each.ids) for masks, each in zip(places, self.encodings, strict=True))
+        sizes = (len(masks) * shown * len(each.token_ids) for masks, each in zip(places, self.sources, strict=True))
         wanted = sum(sizes)
         if wanted > MAX_FILLED:
             message = (
@@ -108,6 +108,6 @@ class _FillMaskRun(PoolingRun):
                     }
                     for found in row
                 ]
-                for row in masks_of(answer, self.encodings[index], tokenizer)
+                for row in masks_of(answer, self._encoding(self.sources[index]), tokenizer)
             ],
         }

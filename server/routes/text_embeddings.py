@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, Pooled, PoolingParams, resolve_pooling
-from engine.pooled import find_prompt, is_cross_encoder, labels_of, token_input
+from engine.pooled import find_prompt, is_cross_encoder, labels_of
 from engine.pooled.vectors import json_matrix
-from server.answering.encoding import encode_all, estimate
+from server.answering.encoding import compact_input, encode_all, estimate
 from server.answering.endpoints import require
 from server.answering.matrices import MatrixRun
 from server.answering.pooling import PoolingInput, PoolingRun
@@ -152,13 +152,15 @@ class _PredictRun(PoolingRun):
         return estimate(self._sequences, self.service.client.info)
 
     async def inputs(self) -> list[PoolingInput]:
-        info = self.service.client.info
         params = PoolingParams(task="classify", use_activation=not self.body.raw_scores)
-        read = await encode_all(self.service, self._sequences, "inputs", truncate=self.truncate, advice=self.advice)
-        return [
-            PoolingInput(token_input(encoding, info, item if isinstance(item, str) else "\n".join(item)), params)
-            for encoding, item in zip(read, self._sequences, strict=True)
-        ]
+        return await encode_all(
+            self.service,
+            self._sequences,
+            lambda encoding, item: PoolingInput(compact_input(self.service, encoding, item), params),
+            "inputs",
+            truncate=self.truncate,
+            advice=self.advice,
+        )
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         found = []

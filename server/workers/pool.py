@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from server.errors import ApiError
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
+
+logger = logging.getLogger("octavo.server")
 
 _PATIENCE = 30.0  # seconds beyond a job's own, for a process to start and for a busy machine
 # What a worker's process needs of the environment; keys and tokens of the service are not among it.
@@ -29,6 +34,23 @@ class RefusedError(Exception):
 
 class WorkerLostError(Exception):
     """The job needed more memory than a worker may have, or its process was killed from outside."""
+
+
+class WorkerStuckError(ApiError):
+    """A worker's process neither answered nor ended with its time limit: it is stopped (SIGSTOP, a debugger), or the
+    machine stands still. That is not the client's fault."""
+
+    def __init__(self) -> None:
+        message = "A worker process of the server did not answer, and was replaced. Try again."
+        super().__init__(503, message, code="worker_stuck", headers={"Retry-After": "1"})
+
+
+def _is_stopped(pid: int) -> bool:
+    """A process is stopped by a signal, or by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1] in "Tt"
+    except OSError:
+        return False
 
 
 class _Worker:
@@ -64,6 +86,11 @@ class _Worker:
             content += part
         return bytes(content)
 
+    @property
+    def is_stopped(self) -> bool:
+        """It would not begin a job now."""
+        return _is_stopped(self._pid)
+
     def close(self) -> None:
         """Hang up: it ends after the job that it is at."""
         self._line.close()
@@ -94,7 +121,10 @@ class WorkerPool:
     def start(self) -> None:
         """Start the process that forks workers, unless it runs; it takes a second, which nothing waits for."""
         if self._forker is not None and self._forker.poll() is None:
-            return
+            if not _is_stopped(self._forker.pid):
+                return
+            logger.error("The process that forks workers is stopped. It is replaced.")
+            self._forker.kill()
         self.close()
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -134,10 +164,15 @@ class WorkerPool:
             RefusedError: the job's own words.
             TimeoutError: it took longer.
             WorkerLostError: it took too much memory.
+            WorkerStuckError: its process is stopped.
         """
         job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload)), memory))
         while self._idle:
-            outcome = await self._outcome(self._idle.pop(), job, seconds)
+            worker = self._idle.pop()
+            if worker.is_stopped:
+                worker.kill()
+                continue
+            outcome = await self._outcome(worker, job, seconds)
             if outcome is not None:
                 return _result(outcome, kind)
             # It may have been killed while it was idle. A new one tells.
@@ -158,6 +193,9 @@ class WorkerPool:
             async with asyncio.timeout(_PATIENCE):
                 if not await worker.ready():
                     raise RuntimeError("the process that forks workers has ended; what it wrote to stderr says why")
+        except TimeoutError:
+            worker.kill()
+            raise WorkerStuckError from None
         except BaseException:
             worker.kill()
             raise
@@ -169,6 +207,10 @@ class WorkerPool:
         try:
             async with asyncio.timeout(seconds + _PATIENCE):
                 outcome = await worker.exchange(job)
+        except TimeoutError:  # the kernel would have ended a job that is only late
+            logger.error("A worker did not answer for %g seconds. It is replaced.", seconds + _PATIENCE)
+            worker.kill()
+            raise WorkerStuckError from None
         except BaseException:
             worker.kill()
             raise

@@ -1,0 +1,80 @@
+"""Slots for work outside the event loop, which keys take in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from types import TracebackType
+
+
+class FairSlots:
+    """Like a semaphore, but those who wait are served by tenant, each in turn, and no tenant holds all slots.
+
+    So whatever one key has decoded, another key's next part finds a slot, or waits for one part of somebody else.
+
+    Args:
+        slots: that may be held at once, at least 2.
+    """
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._held: Counter[str | None] = Counter()
+        self._waiting: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # none of them empty
+
+    def of(self, tenant: str | None) -> Turn:
+        """A context that holds a slot for a tenant; None: tenants are not told apart, and all slots may be held."""
+        return Turn(self, tenant)
+
+    async def take(self, tenant: str | None) -> None:
+        """Wait for a slot."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        self._hand_out()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.cancelled():
+                self._forget(tenant, place)
+            else:
+                self.give_back(tenant)
+            raise
+
+    def give_back(self, tenant: str | None) -> None:
+        """Let others have a slot."""
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._held.total() < self._slots:
+            ready = [name for name in self._waiting if name is None or self._held[name] < self._slots - 1]
+            if not ready:
+                return
+            tenant = ready[0]
+            place = self._waiting[tenant][0]
+            self._waiting.move_to_end(tenant)
+            self._forget(tenant, place)
+            self._held[tenant] += 1
+            place.set_result(None)
+
+    def _forget(self, tenant: str | None, place: asyncio.Future[None]) -> None:
+        line = self._waiting[tenant]
+        line.remove(place)
+        if not line:
+            del self._waiting[tenant]
+
+
+class Turn:
+    """A tenant's way to a slot; it may be entered again and again."""
+
+    def __init__(self, slots: FairSlots, tenant: str | None):
+        self._slots, self._tenant = slots, tenant
+
+    async def __aenter__(self) -> None:
+        await self._slots.take(self._tenant)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slots.give_back(self._tenant)
