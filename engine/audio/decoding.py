@@ -37,7 +37,7 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
     try:
         samples, seconds = _decode(_files(data), rate, start, count, most_seconds)
     except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
-        raise ValueError(f"it is no sound that can be decoded: {str(problem).rpartition(': ')[2][:200]}") from None
+        raise ValueError(f"it cannot be decoded as audio: {str(problem).rpartition(': ')[2][:200]}") from None
     if len(samples) < count:
         _known.clear()  # it was the last part
     return samples, seconds
