@@ -60,6 +60,20 @@ CHAT: dict[str, Any] = {
         "value": {"messages": _HELLO, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 3},
     },
 }
+_ITEM = {"type": "message", "role": "user", "content": "Hello!"}
+
+CONVERSATION: dict[str, Any] = {
+    "items": {"summary": "With a first message", "value": {"items": [_ITEM], "metadata": {"topic": "greetings"}}},
+}
+
+CONVERSATION_UPDATE: dict[str, Any] = {
+    "metadata": {"summary": "New metadata", "value": {"metadata": {"topic": "weather"}}},
+}
+
+CONVERSATION_ITEMS: dict[str, Any] = {
+    "message": {"summary": "A message", "value": {"items": [_ITEM]}},
+}
+
 RESPONSES: dict[str, Any] = {
     "simple": {"summary": "A question", "value": {"input": "What is an octavo?", "max_output_tokens": 32}},
     "instructed": {
