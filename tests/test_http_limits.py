@@ -31,7 +31,10 @@ NEEDS_A_HEAD = {
     "/v1/fill-mask",
     "/translate",
 }  # that the model here has not
-NEEDS_MORE = {"/v1/conversations": "unsupported_parameter", "/infill": "unsupported_endpoint"}  # a store, and tokens for filling in
+NEEDS_MORE = {
+    "/v1/conversations": "unsupported_parameter",
+    "/infill": "unsupported_endpoint",
+}  # a store, and tokens for filling in
 MINIMAL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": HELLO},

@@ -33,6 +33,7 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
 }
+RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # which generates nothing
 _BOOK = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
