@@ -277,7 +277,7 @@ def test_a_file_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     pool = SlowPool(monkeypatch)
-    with pytest.raises(ApiError, match=r"it takes more than 15 seconds and 5% of its length to decode"):
+    with pytest.raises(ApiError, match=r"decoding it takes more than 15 seconds plus 5% of its length"):
         asyncio.run(run(pool))
     assert pool.given == [15.0, 15.0, 15.0, 15.0]
 
