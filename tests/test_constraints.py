@@ -299,7 +299,7 @@ def test_no_token_is_left(engines: Callable[..., Engine]) -> None:
         ([-1], "allowed_token_ids must hold token ids"),
         ([True], "allowed_token_ids must hold token ids"),
         (7, "allowed_token_ids must be a list of token ids, got 7"),
-        (list(range(1025)), "allowed_token_ids may hold at most 1024 token ids, got 1025"),
+        (list(range(1025)), "allowed_token_ids may have at most 1024 token ids, got 1025"),
     ],
 )
 def test_what_is_no_list_of_ids_is_refused(ids: Any, message: str) -> None:

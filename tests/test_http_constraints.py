@@ -56,7 +56,7 @@ def test_no_other_token_comes(api: Api, path: str, search: dict[str, Any]) -> No
         ([], "allowed_token_ids must hold at least one token id; leave it out to allow all."),
         ([1, 100_000], "allowed_token_ids holds token id 100000, but the vocabulary has ids 0 to 306."),
         ([-1], "allowed_token_ids must hold token ids"),
-        (list(range(1025)), "allowed_token_ids may hold at most 1024 token ids, got 1025."),
+        (list(range(1025)), "allowed_token_ids may have at most 1024 token ids, got 1025."),
         ("5", "allowed_token_ids"),
         ([1.5], "allowed_token_ids"),
     ],

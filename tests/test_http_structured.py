@@ -151,7 +151,7 @@ def test_ends(api: Api, path: str) -> None:
         ({"guided_json": 5}, "guided_json", "must be a JSON schema: an object or a boolean, or that as a string"),
         ({"guided_json": {"oneOf": [{}, {}]}}, "guided_json", '(keyword "oneOf" at #)'),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
-        ({"guided_choice": ["a"] * 1001}, "guided_choice", "may hold at most 1000 strings, got 1001"),
+        ({"guided_choice": ["a"] * 1001}, "guided_choice", "may have at most 1000 strings, got 1001"),
         ({"guided_grammar": 'rule ::= "a"'}, "guided_grammar", "no rule root"),
         ({"guided_grammar": "start: <|none|>"}, "guided_grammar", "<|none|>"),
         ({"json_schema": {"title": "x" * 140_000}}, "json_schema", "at most 131072 bytes, got 140012"),

@@ -252,7 +252,7 @@ def test_what_cannot_be_asked_for_together() -> None:
         ({"choice": []}, "choice must be a list of at least one string", ".choice"),
         ({"choice": "ab"}, "choice must be a list of at least one string", ".choice"),
         ({"choice": [1]}, "choice must hold strings, got 1", ".choice"),
-        ({"choice": ["a"] * 1001}, "choice may hold at most 1000 strings, got 1001", ".choice"),
+        ({"choice": ["a"] * 1001}, "choice may have at most 1000 strings, got 1001", ".choice"),
         ({"json_object": 1}, "json_object must be true or false, got 1", ".json_object"),
         ({"structural_tag": True}, "structural_tag must be an object", ".structural_tag"),
     ],

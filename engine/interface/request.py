@@ -280,7 +280,7 @@ class SamplingParams:
         check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
         check_ids("logprob_token_ids", self.logprob_token_ids)
         if (count := len(self.logprob_token_ids or ())) > MAX_LOGPROB_TOKEN_IDS:
-            fail("logprob_token_ids", f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, got {count}.")
+            fail("logprob_token_ids", f"logprob_token_ids may have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {count}.")
         check_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             fail("allowed_token_ids", "allowed_token_ids must hold at least one token id; leave it out to allow all.")
@@ -317,7 +317,7 @@ class SamplingParams:
         if strings and not self.detokenize:
             fail("stop", "stop strings need text, and detokenize is false; use stop_token_ids.")
         if len(strings) > MAX_STOP_STRINGS:
-            fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
+            fail("stop", f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
         for text in strings:
             if not isinstance(text, str) or not text:
                 fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
@@ -353,7 +353,7 @@ class SamplingParams:
         if not isinstance(bias, Mapping):
             fail("logit_bias", f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}.")
         if len(bias) > MAX_LISTED_IDS:
-            fail("logit_bias", f"logit_bias may hold at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
+            fail("logit_bias", f"logit_bias may have at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
         for token, value in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
                 fail("logit_bias", f"logit_bias keys must be token ids ({IDS}), got {brief(token)}.")
@@ -396,7 +396,7 @@ def _check_texts(name: str, given: Any, most: int, longest: int) -> None:
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         fail(name, f"{name} must be a list of strings, got {brief(given)}.")
     if len(given) > most:
-        fail(name, f"{name} may hold at most {most} strings, got {len(given)}.")
+        fail(name, f"{name} may have at most {most} strings, got {len(given)}.")
     for text in given:
         if not isinstance(text, str) or not text:
             fail(name, f"{name} must hold non-empty strings, got {brief(text)}.")

@@ -86,7 +86,7 @@ class StructuredOutputsParams:
         if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
             _refuse(f"choice must be a list of at least one string, got {brief(choice)}.", "choice")
         if len(choice) > MAX_CHOICES:
-            _refuse(f"choice may hold at most {MAX_CHOICES} strings, got {len(choice)}.", "choice")
+            _refuse(f"choice may have at most {MAX_CHOICES} strings, got {len(choice)}.", "choice")
         for text in choice:
             if not isinstance(text, str):
                 _refuse(f"choice must hold strings, got {brief(text)}.", "choice")

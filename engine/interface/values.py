@@ -83,7 +83,7 @@ def check_ids(name: str, value: Any) -> None:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         fail(name, f"{name} must be a list of token ids, got {brief(value)}.")
     if len(value) > MAX_LISTED_IDS:
-        fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
+        fail(name, f"{name} may have at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
             fail(name, f"{name} must hold token ids ({IDS}), got {brief(token)}.")
@@ -100,4 +100,4 @@ def check_words(name: str, value: Any) -> None:
         if not word:
             fail(name, f"{name} must hold lists of at least one token id, got {brief(word)}.")
     if (total := sum(map(len, value))) > MAX_LISTED_IDS:
-        fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids in all, got {total}.")
+        fail(name, f"{name} may have at most {MAX_LISTED_IDS} token ids in all, got {total}.")
