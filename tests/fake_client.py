@@ -71,7 +71,8 @@ def say(request_id: str, texts: Sequence[str], params: SamplingParams, finish: s
             if step >= len(said):
                 continue
             last = step == len(said) - 1
-            logprobs = None if params.logprobs is None else [entry(said[step], params.logprobs)]
+            listed = dict.fromkeys(params.logprob_token_ids or (), Logprob(-9.0, None))
+            logprobs = None if params.logprobs is None else [{**entry(said[step], params.logprobs), **listed}]
             choices.append(
                 ChoiceDelta(
                     index=index,

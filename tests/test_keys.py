@@ -78,7 +78,7 @@ def test_the_settings_keys_have_the_settings_limits() -> None:
         (b"", "has no keys"),
         (b"\n # one\n", "has no keys"),
         (b"\xff\xfe\xfa", "is not UTF-8 text"),
-        (b"good\n\nsk secret\n", "line 3: word 2 is unknown; after a key, only role, name, rpm, concurrency are allowed"),
+        (b"good\n\nsk secret\n", "line 3: word 2 is unknown; after a key, only role, name, rpm, concurrency"),
         (b"good role=inference sk-secret", "line 1: word 3 is unknown"),
         (b"good secret=inference", "line 1: word 2 is unknown"),
         (b"good ROLE=inference", "line 1: word 2 is unknown"),

@@ -78,6 +78,13 @@ RESPONSES: dict[str, Any] = {
         },
     },
 }
+CONVERSATIONS: dict[str, Any] = {
+    "simple": {"summary": "With a first message", "value": {"items": _HELLO, "metadata": {"topic": "books"}}},
+}
+CONVERSATION_UPDATE: dict[str, Any] = {
+    "simple": {"summary": "Other metadata", "value": {"metadata": {"topic": "printing"}}},
+}
+NEW_ITEMS: dict[str, Any] = {"simple": {"summary": "A message", "value": {"items": _HELLO}}}
 MESSAGES: dict[str, Any] = {
     "simple": {"summary": "A question", "value": {"max_tokens": 32, "messages": _HELLO}},
     "instructed": {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NoReturn
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from server.answering.keeping import asked, store_of, tenant_of
 from server.answering.reading import Ignored, fail
 from server.answering.response_input import Item, read_items
+from server.api import examples
 from server.api.fields import ignored_header
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import (
@@ -37,7 +38,10 @@ ItemId = Annotated[str, Path(max_length=256)]
 
 @router.post(_ENDPOINT, responses=ERROR_RESPONSES, summary="Begin a conversation")
 async def create_conversation(
-    body: ConversationFields, request: Request, response: Response, service: ServiceDep
+    body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATIONS)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
 ) -> ConversationObject:
     """Keep a new conversation, with its first items if there are some."""
     conversations = store_of(service, "conversations").conversations
@@ -53,7 +57,10 @@ async def get_conversation(conversation_id: Id, request: Request, service: Servi
 
 @router.post(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Change a conversation's metadata")
 async def update_conversation(
-    conversation_id: Id, body: ConversationUpdate, request: Request, service: ServiceDep
+    conversation_id: Id,
+    body: Annotated[ConversationUpdate, Body(openapi_examples=examples.CONVERSATION_UPDATE)],
+    request: Request,
+    service: ServiceDep,
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
     conversations = store_of(service, "conversations").conversations
@@ -95,7 +102,11 @@ async def list_items(
 
 @router.post(_ITEMS, responses=ERROR_RESPONSES, summary="Add items to a conversation")
 async def add_items(
-    conversation_id: Id, body: NewItems, request: Request, response: Response, service: ServiceDep
+    conversation_id: Id,
+    body: Annotated[NewItems, Body(openapi_examples=examples.NEW_ITEMS)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
 ) -> ItemList:
     """Add items at the end of a conversation."""
     conversations = store_of(service, "conversations").conversations
