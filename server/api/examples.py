@@ -33,6 +33,8 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
 }
+# /inference/v1/generate makes tokens; it does not score texts.
+RENDERED_COMPLETIONS = {name: example for name, example in COMPLETIONS.items() if name != "score"}
 _BOOK = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
