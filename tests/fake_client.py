@@ -71,8 +71,9 @@ def say(request_id: str, texts: Sequence[str], params: SamplingParams, finish: s
             if step >= len(said):
                 continue
             last = step == len(said) - 1
-            listed = dict.fromkeys(params.logprob_token_ids or (), Logprob(-9.0, None))
-            logprobs = None if params.logprobs is None else [{**entry(said[step], params.logprobs), **listed}]
+            logprobs = None if params.logprobs is None else [entry(said[step], params.logprobs)]
+            if params.logprob_token_ids is not None:
+                logprobs = [entry(said[step], 0) | {one: Logprob(-2.0, None) for one in params.logprob_token_ids}]
             choices.append(
                 ChoiceDelta(
                     index=index,

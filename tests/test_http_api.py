@@ -167,6 +167,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "allowed_token_ids": [8, 9, 8], "logprob_token_ids": [9, 3],
     }  # fmt: skip
     others = {"structured_outputs", "constraint", "timestamps"}  # elsewhere over HTTP
+    others |= {"reasoning_budget"}  # of conversations alone
     others |= {"bad_words", "truncate_prompt_tokens", "detokenize"}  # these end before the engine
     assert {*fields, *others} == set(SamplingParams.__dataclass_fields__)
     api = Api()
@@ -183,7 +184,11 @@ def test_breakers_may_be_a_list_as_text(text: str) -> None:
 
 def test_null_and_missing_mean_the_default() -> None:
     api = Api()
-    fields = set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"}  # no fields of HTTP
+    fields = set(SamplingParams.__dataclass_fields__) - {
+        "timestamps",
+        "detokenize",
+        "reasoning_budget",
+    }  # no fields here
     nulls = dict.fromkeys([*fields, "echo", "best_of", "suffix", "stream", "model"])
     answer = api.complete(prompt="a", stream_options=None, **nulls)
     assert answer.status_code == 200
@@ -807,7 +812,8 @@ def test_documentation() -> None:
         "/apply-template",
     }, "pages for people are no part of it"  # fmt: skip
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert set(SamplingParams.__dataclass_fields__) - {"timestamps", "detokenize"} <= set(fields)  # no fields of HTTP
+    elsewhere = {"timestamps", "detokenize", "reasoning_budget"}
+    assert set(SamplingParams.__dataclass_fields__) - elsewhere <= set(fields)
     assert fields["top_p"]["description"].startswith("keep the smallest set")
 
 

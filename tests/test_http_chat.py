@@ -285,6 +285,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }  # fmt: skip
     # `bad_words` become ids, and prompts are cut, before the engine is asked.
     elsewhere = {"structured_outputs", "constraint", "timestamps", "bad_words", "truncate_prompt_tokens", "detokenize"}
+    elsewhere |= {"reasoning_budget"}  # test_http_reasoning_budget.py
     assert {*fields, "logprobs", *elsewhere} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200

@@ -310,12 +310,12 @@ def test_a_backend_may_refuse_a_format(
         one = make_engine(checkpoint(CHECKPOINT).path, kv_cache_dtype="int8")
     assert type(plain.runner.model.decoder.blocks[0].attention.inner.backend) is Picky  # type: ignore[union-attr]
     assert type(one.runner.model.decoder.blocks[0].attention.inner.backend) is TorchReference  # type: ignore[union-attr]
-    assert "passed over: picky (no torch.int8 pages)" in caplog.text
+    assert "not usable: picky (no torch.int8 pages)" in caplog.text
     part = one.runner.model.spec.decoder.blocks[0].attention  # type: ignore[union-attr]
     plain.close()
     one.close()
     monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (TorchReference,))
-    with pytest.raises(ConfigError, match=r"torch attention reads no int16 pages.*kv_cache_dtype"):
+    with pytest.raises(ConfigError, match=r"torch attention reads no int16 pages.*--kv-cache-dtype"):
         select("cpu", [part], torch.int16)
 
 

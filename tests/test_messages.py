@@ -33,6 +33,7 @@ from engine import (
     UnsupportedModelError,
 )
 from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
+from engine.interface.reasoning import ReasoningBudget
 from engine.interface.structured import StructuredOutputsParams
 from engine.process.main import Loop
 from engine.process.messages import (
@@ -67,12 +68,15 @@ EVERYTHING = SamplingParams(
     bad_words=["a", "é"], truncate_prompt_tokens=-1,
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
     renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
-    stream_beams=True,
+    stream_beams=True, logprob_token_ids=[4, 2],
 )  # fmt: skip
 
 # What cannot be asked for together with all that.
 APART = {
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
+    "reasoning_budget": SamplingParams(
+        reasoning_budget=ReasoningBudget(tokens=5, open=(3, 4), close=6, last_words=(1, 2), begun=True)
+    ),
     "constraint": SamplingParams(constraint={"catalogue": "cities"}),
     "detokenize": SamplingParams(detokenize=False),
     "timestamps": SamplingParams(timestamps=True),

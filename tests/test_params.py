@@ -120,6 +120,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("timestamps", "word", ("true or false", "'word'")),
     ("structured_outputs", {"json": {}}, ("StructuredOutputsParams", "{'json': {}}")),
     ("constraint", {"catalogue": 7}, ('{"catalogue": NAME}', "7")),
+    ("reasoning_budget", 7, ("must be ReasoningBudget", "7")),
     ("logprobs", -1, ("at least 0", "-1")),
     ("logprobs", MAX_LOGPROBS + 1, (f"at most {MAX_LOGPROBS}", str(MAX_LOGPROBS + 1))),
     ("logprobs", True, ("an integer", "True")),

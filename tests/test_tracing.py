@@ -42,7 +42,8 @@ CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1,oth
 OK, ERROR = 0, 2
 # POST, and nothing to trace.
 WITHOUT_THE_MODEL = {
-    "/tokenize", "/detokenize", "/ping", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
+    "/tokenize", "/detokenize", "/ping", "/apply-template", "/v1/completions/render", "/v1/chat/completions/render",
+    "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
     "/v1/responses/input_tokens", "/v1/conversations", "/v1/conversations/{conversation_id}",
     "/v1/conversations/{conversation_id}/items",
 }  # fmt: skip

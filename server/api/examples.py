@@ -33,8 +33,7 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
 }
-# /inference/v1/generate makes tokens; it does not score texts.
-RENDERED_COMPLETIONS = {name: example for name, example in COMPLETIONS.items() if name != "score"}
+RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # which generates nothing
 _BOOK = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
@@ -62,6 +61,20 @@ CHAT: dict[str, Any] = {
         "value": {"messages": _HELLO, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 3},
     },
 }
+_ITEM = {"type": "message", "role": "user", "content": "Hello!"}
+
+CONVERSATION: dict[str, Any] = {
+    "items": {"summary": "With a first message", "value": {"items": [_ITEM], "metadata": {"topic": "greetings"}}},
+}
+
+CONVERSATION_UPDATE: dict[str, Any] = {
+    "metadata": {"summary": "New metadata", "value": {"metadata": {"topic": "weather"}}},
+}
+
+CONVERSATION_ITEMS: dict[str, Any] = {
+    "message": {"summary": "A message", "value": {"items": [_ITEM]}},
+}
+
 RESPONSES: dict[str, Any] = {
     "simple": {"summary": "A question", "value": {"input": "What is an octavo?", "max_output_tokens": 32}},
     "instructed": {
@@ -80,13 +93,6 @@ RESPONSES: dict[str, Any] = {
         },
     },
 }
-CONVERSATIONS: dict[str, Any] = {
-    "simple": {"summary": "With a first message", "value": {"items": _HELLO, "metadata": {"topic": "books"}}},
-}
-CONVERSATION_UPDATE: dict[str, Any] = {
-    "simple": {"summary": "Other metadata", "value": {"metadata": {"topic": "printing"}}},
-}
-NEW_ITEMS: dict[str, Any] = {"simple": {"summary": "A message", "value": {"items": _HELLO}}}
 MESSAGES: dict[str, Any] = {
     "simple": {"summary": "A question", "value": {"max_tokens": 32, "messages": _HELLO}},
     "instructed": {

@@ -38,7 +38,7 @@ ItemId = Annotated[str, Path(max_length=256)]
 
 @router.post(_ENDPOINT, responses=ERROR_RESPONSES, summary="Begin a conversation")
 async def create_conversation(
-    body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATIONS)],
+    body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATION)],
     request: Request,
     response: Response,
     service: ServiceDep,
@@ -103,7 +103,7 @@ async def list_items(
 @router.post(_ITEMS, responses=ERROR_RESPONSES, summary="Add items to a conversation")
 async def add_items(
     conversation_id: Id,
-    body: Annotated[NewItems, Body(openapi_examples=examples.NEW_ITEMS)],
+    body: Annotated[NewItems, Body(openapi_examples=examples.CONVERSATION_ITEMS)],
     request: Request,
     response: Response,
     service: ServiceDep,

@@ -48,7 +48,7 @@ rendering = APIRouter(route_class=StrictJsonRoute)
 
 @rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Render prompts to token ids")
 async def render_completion(
-    body: Annotated[CompletionRequest, Body(openapi_examples=examples.RENDERED_COMPLETIONS)],
+    body: Annotated[CompletionRequest, Body(openapi_examples=examples.RENDER)],
     request: Request,
     response: Response,
     service: ServiceDep,

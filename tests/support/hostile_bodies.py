@@ -109,7 +109,7 @@ def endpoints_of(document: dict[str, Any]) -> dict[str, Endpoint]:
     found = {}
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody")
-        if body is not None and "application/json" in body["content"]:
+        if body is not None and "application/json" in body["content"] and "{" not in path:
             content = body["content"]["application/json"]
             schema = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
             example = next(iter(content["examples"].values()))["value"]
