@@ -102,7 +102,7 @@ def test_other_preparations_are_refused(wrong: dict[str, Any], word: str, tmp_pa
         load_log_mel(tmp_path)
     told = find_log_mel(str(tmp_path))  # to clients, whom the server's paths do not concern
     assert isinstance(told, str)
-    assert told.startswith("preprocessor_config.json cannot be read")
+    assert told.startswith("preprocessor_config.json, which defines how audio is prepared, cannot be read")
     assert str(tmp_path) not in told
 
 

@@ -284,7 +284,7 @@ def test_the_file_is_missed_before_the_model_is_loaded(tmp_path: Path) -> None:
         (["a b=file"], "catalogue must be NAME=FILE"),
         (["a" * 65 + "=file"], "catalogue must be NAME=FILE"),
         ([7], "catalogue must be NAME=FILE"),
-        (["a=one", "b=two", "a=three"], "catalogue names two files a"),
+        (["a=one", "b=two", "a=three"], "catalogue has two files with the name a"),
         ("a=one", "catalogue must be a list of texts NAME=FILE"),
     ],
 )

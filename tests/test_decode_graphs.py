@@ -165,7 +165,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[
     on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=model.decoder, spec=model.spec))
     typical = nullcontext()
     record(on_gpu, NativeAttention(), 4, 0)
-    assert "steps run eagerly: native attention cannot be recorded" in caplog.text
+    assert "Steps run without CUDA graphs: native attention cannot be recorded" in caplog.text
     on_gpu.use_graphs = lambda rows, recorder, *how: engine.runner.use_graphs(rows, Broken(), *how)
     on_gpu.use_prompt_graphs = lambda rows, tokens, recorder: engine.runner.use_prompt_graphs(rows, tokens, Broken())
     with pytest.MonkeyPatch.context() as patch:

@@ -200,7 +200,7 @@ def test_the_longest_request_may_not_fit(checkpoint: Callable[[str], Any], caplo
     with caplog.at_level(logging.WARNING, "octavo.execution"):
         one = make_engine(checkpoint(CHECKPOINT).path, num_gpu_blocks_override=5, max_model_len=100)
     (record,) = caplog.records
-    for part in ("holds 80 tokens", "full 100 (max_model_len)", "--max-model-len", "--kv-cache-dtype"):
+    for part in ("holds 80 tokens", "max_model_len (100)", "--max-model-len", "--kv-cache-dtype"):
         assert part in record.getMessage()
     with pytest.raises(InvalidRequestError, match="5"):
         add(one, "long", Job(prompt(1, 70), greedy(20)))

@@ -98,7 +98,7 @@ def test_vectors(model: Any, hf: Any) -> None:
         close(answer.data, state)
     with pytest.raises(InvalidRequestError, match=r"encode serves embed, .*, not fill_mask"):
         llm.encode("a", pooling_task="fill_mask")
-    with pytest.raises(InvalidRequestError, match="pooling_task is embed, and pooling_params say classify"):
+    with pytest.raises(InvalidRequestError, match="pooling_task is embed, but pooling_params has the task classify"):
         llm.encode("a", PoolingParams(task="classify"), pooling_task="embed")
     with pytest.raises(InvalidRequestError, match="cannot serve classify"):
         llm.reward("a")

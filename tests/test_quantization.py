@@ -422,7 +422,7 @@ def test_what_a_gpu_takes(tmp_path: Path) -> None:
         assert found(kind) == found(None, kind) == kind
         assert found("none", kind) is None
     assert found(None) is None
-    said = "quantization is int8-fast, .* cuda: int8-fast is for CPUs, GPUs have int8 and int4.*--device cpu"
+    said = "quantization is int8-fast, .* cuda: int8-fast works on CPUs only, GPUs support int8 and int4.*--device cpu"
     with pytest.raises(ConfigError, match=said):
         found("int8-fast")
     assert found(None, "int8-fast") is None, "as the checkpoint's own form it is widened"

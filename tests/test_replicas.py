@@ -147,8 +147,8 @@ class TestArguments:
             ({"max_num_seqs": "many"}, "max_num_seqs must be"),
             ({"request_router": "random"}, "request_router: .*'prefix' or 'power-of-two'"),
             ({"config": "file"}, "unknown setting or option config"),
-            ({"port": 9000}, "port is Ray Serve's part.*http_options: port"),
-            ({"response_store": "file"}, "response_store is Ray Serve's part"),
+            ({"port": 9000}, "port has no effect on a replica of Ray Serve. Set http_options: port"),
+            ({"response_store": "file"}, "response_store has no effect on a replica.*Serve has no such option"),
         ],
     )
     def test_what_is_wrong_is_named(self, arguments: dict[str, Any], message: str) -> None:
@@ -160,7 +160,7 @@ class TestArguments:
     ) -> None:
         monkeypatch.setenv("OCTAVO_HOST", "0.0.0.0")
         read_arguments({})
-        assert "host is Ray Serve's part" in caplog.text
+        assert "host has no effect on a replica of Ray Serve" in caplog.text
 
     def test_serves_own_settings_are_settings(self) -> None:
         assert _SERVES_OWN.keys() <= ServerSettings.model_fields.keys() <= Settings.model_fields.keys()

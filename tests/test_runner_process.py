@@ -146,7 +146,7 @@ def test_a_runner_that_is_killed(engines: Callable[..., Engine]) -> None:
     one.step()
     pid = executor_of(one).pid
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=f"runner's process {pid} has ended .with status -9"):
+    with pytest.raises(EngineDeadError, match=rf"runner's process {pid} has ended \(with status -9\)"):
         finish(one)
 
 

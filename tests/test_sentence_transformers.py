@@ -159,7 +159,7 @@ def test_layers(name: str, today: bool, bert: tuple[Path, Any], tmp_path: Path) 
     if engine.info.normalize:
         fewer = [vector / vector.norm() for vector in fewer]
     assert_close(embed(engine, texts(), dimensions=5), fewer)
-    with pytest.raises(InvalidRequestError, match=f"embeddings have {len(wanted[0])}"):
+    with pytest.raises(InvalidRequestError, match=f"embeddings have only {len(wanted[0])}"):
         engine.add_request("more", [1], PoolingParams(dimensions=len(wanted[0]) + 1))
     if name == "dense-dense-normalize":
         plain = [mapped(pooled(hidden_states(model, tokens), ("mean",)), modules[1:-1]) for tokens in texts()]
@@ -177,7 +177,7 @@ def test_every_activation(bert: tuple[Path, Any], tmp_path: Path) -> None:
         modules = [pooling(["cls", "mean"]), dense(2 * HIDDEN, 16, package + name)]
         engine = make_engine(pipeline_folder(tmp_path / name, path, modules))
         assert_close(embed(engine, [texts()[3]]), [mapped(pooled(states, ("cls", "mean")), modules[1:])])
-        with pytest.raises(InvalidRequestError, match="cls and mean pooling together"):
+        with pytest.raises(InvalidRequestError, match="combines cls and mean pooling"):
             engine.add_request("one", [1], PoolingParams(pooling="cls"))
         engine.close()
 
@@ -504,7 +504,7 @@ def test_a_head_that_classifies_comes_first(tmp_path: Path, caplog: pytest.LogCa
     found = find_abilities(config, build_spec(config), sentence.read_pipeline(folder))
     assert (found.tasks, found.labels) == (("classify",), ("LABEL_0", "LABEL_1"))
     assert (
-        "modules.json makes embeddings of this model, which are not served: it has a head that classifies"
+        "modules.json describes embeddings, but they are not served: the model has a head that classifies"
         in caplog.text
     )
 

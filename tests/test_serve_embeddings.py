@@ -161,7 +161,7 @@ def test_what_the_log_and_the_doctor_say(encoder: Api, capsys: pytest.CaptureFix
     assert main(["doctor", str(encoder.checkpoint.path), "--port", "0"]) == 0
     said = capsys.readouterr().out
     assert re.search(rf"ok +model .*: BertModel, 1 file of weights, encoder-only, embed, .* {MAX_LENGTH} tokens", said)
-    assert re.search(r"ok +memory +weights .* \(float32\), and no pages; ", said)
+    assert re.search(r"ok +memory +weights .* \(float32\), no KV cache; ", said)
     assert "chat" not in said
 
 

@@ -232,7 +232,7 @@ def _within_memory(blocks: int, size: int, setting: str, device: torch.device, r
     free = max(available_memory() - reserved, 0) if device.type == "cpu" else math.inf
     if blocks * size > free:
         raise ConfigError(
-            f"No memory for the KV cache: {blocks} pages take {blocks * size} bytes, but {free} bytes of memory are "
-            f"free. Lower {setting}."
+            f"No memory for the KV cache: {blocks} pages take {blocks * size} bytes, but only {free} bytes of memory "
+            f"are free. Lower {setting}."
         )
     return blocks

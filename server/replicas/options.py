@@ -14,20 +14,20 @@ from server.config.wording import did_you_mean
 
 # Settings of what carries the service, which is Serve here, and where the same is said to Serve.
 _SERVES_OWN = {
-    "host": "http_options: host",
-    "port": "http_options: port",
-    "uds": "http_options: host and port",
-    "root_path": "http_options: root_path, and the application's route_prefix",
-    "api_server_count": "more replicas",
-    "forwarded_allow_ips": "no option of Serve: its proxies trust no X-Forwarded header",
-    "ssl_certfile": "http_options: ssl_certfile",
-    "ssl_keyfile": "http_options: ssl_keyfile",
-    "ssl_keyfile_password": "http_options: ssl_keyfile_password",
-    "max_connections": "no option of Serve: a gateway before it",
-    "max_header_size": "no option of Serve: a gateway before it",
-    "stream_stall_timeout": "http_options: request_timeout_s",
-    "loop_timeout": "health_check_timeout_s of the deployment",
-    "response_store": "no option of Serve: each replica would know its own answers alone",
+    "host": "Set http_options: host",
+    "port": "Set http_options: port",
+    "uds": "Set http_options: host and port",
+    "root_path": "Set http_options: root_path, and the application's route_prefix",
+    "api_server_count": "Use more replicas",
+    "forwarded_allow_ips": "Serve has no such option: its proxies trust no X-Forwarded header",
+    "ssl_certfile": "Set http_options: ssl_certfile",
+    "ssl_keyfile": "Set http_options: ssl_keyfile",
+    "ssl_keyfile_password": "Set http_options: ssl_keyfile_password",
+    "max_connections": "Serve has no such option: put a gateway before it",
+    "max_header_size": "Serve has no such option: put a gateway before it",
+    "stream_stall_timeout": "Set http_options: request_timeout_s",
+    "loop_timeout": "Set health_check_timeout_s of the deployment",
+    "response_store": "Serve has no such option: each replica would know only its own answers",
 }
 
 logger = logging.getLogger("octavo.server")
@@ -91,7 +91,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, Deployme
     settings = Settings(**given)
     for name, instead in _SERVES_OWN.items():
         if getattr(settings, name) != Settings.model_fields[name].default:
-            message = f"{name} has no effect on a replica, because Ray Serve does this. Use instead: {instead}."
+            message = f"{name} has no effect on a replica of Ray Serve. {instead}."
             if name in given:
                 raise ConfigError(message)
             logger.warning("%s", message)  # a variable, which may be meant for `octavo serve` in the same image
