@@ -40,7 +40,7 @@ MADE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def echo(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
-    return say(request_id, ["hello"] * params.n, params)
+    return say(request_id, ["hello"[: params.max_tokens]] * params.n, params)
 
 
 class Door:
