@@ -466,7 +466,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda w: (w.tensors[0].clear(), w.add_token_list(["a", "b"])),
         r"contains a vocabulary and no weights\. Choose the file of the model",
     ),
-    "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf holds no tensors\. Name"),
+    "nothing": (lambda w: w.tensors[0].clear(), r"tiny\.gguf contains no tensors\. Choose"),
     "kind": (lambda w: put(w, "general.type", "adapter"), r"is not a model: its general\.type is 'adapter'"),
 }
 

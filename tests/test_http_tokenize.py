@@ -139,7 +139,7 @@ def test_the_bundled_model(bundled: Callable[..., Service]) -> None:
     ("path", "body", "said"),
     [
         ("/tokenize", {"prompt": "a" * 65536}, "it has 65537 tokens, but the limit is 65536"),
-        ("/tokenize", {"prompt": "a" * 200_000}, "the first 131072 of its 200000 characters have 131074 tokens"),
+        ("/tokenize", {"prompt": "a" * 200_000}, "the first 131072 of its 200000 characters have 131073 tokens"),
         ("/tokenize", {"prompt": "a" * 1_500_000}, "the first 131072 of its 1500000 characters"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 65536}]}, "it has 65538 tokens"),
         ("/detokenize", {"tokens": [97] * 65537}, "it has 65537 tokens, but the limit is 65536"),
