@@ -54,7 +54,7 @@ def load(
         OctavoError: the model cannot be loaded.
     """
     if note := _DEMO_NOTES.get(Path(config.model)):
-        logger.info("Serving the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
+        logger.info("This is the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
     return ProcessEngineClient(config, policy, log_format, meanwhile, known=known)

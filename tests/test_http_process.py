@@ -335,7 +335,7 @@ def test_the_bundled_models_speak(
     (choice,) = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=PATIENCE).json()["choices"]
     assert said in (choice["text"] if "text" in choice else choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
-    assert "Serving the bundled demo" in service.log.read_text()
+    assert "This is the bundled demo" in service.log.read_text()
 
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k"

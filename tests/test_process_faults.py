@@ -122,7 +122,7 @@ def test_faults_that_end_the_engine(start: Callable[..., Service], patched: Call
     assert '"engine_dead"' in lines[-1]
     assert service.process.wait(PATIENCE) == 1
     last = service.log.read_text().splitlines()[-1]
-    assert last.startswith("octavo: the engine keeps failing: no step can be computed any more: RuntimeError: ")
+    assert last.startswith("octavo: the engine keeps failing: steps can no longer be computed: RuntimeError: ")
     assert "the device is lost says the test" in last
 
 
