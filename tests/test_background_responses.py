@@ -86,8 +86,9 @@ def test_the_client_starts_leaves_and_resumes_a_stream(tmp_path: Path) -> None:
             stream = await client.responses.create(model="org/fake", input="hi", background=True, stream=True)
             whole = [event async for event in stream]
             id_ = whole[0].response.id  # type: ignore[union-attr]
-            resumed = await client.responses.retrieve(id_, stream=True, starting_after=3)
-            assert [event async for event in resumed] == whole[4:]
+            for after, rest in ((3, whole[4:]), (len(whole) - 1, whole[-1:])):
+                resumed = await client.responses.retrieve(id_, stream=True, starting_after=after)
+                assert [event async for event in resumed] == rest
             assert [event.sequence_number for event in whole] == list(range(len(whole)))
             kinds = [event.type for event in whole]
             assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
@@ -212,6 +213,9 @@ def test_what_a_killed_process_was_making_has_failed(tmp_path: Path) -> None:
         assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
         resumed = await api.ask("GET", f"{PATH}/{streamed}?stream=true&starting_after={len(events) - 2}")
         assert read_events(resumed.text) == events[-1:]
+        for seen in (len(events) - 1, len(events) + 5):  # the client had events that the store did not get
+            resumed = await api.ask("GET", f"{PATH}/{streamed}?stream=true&starting_after={seen}")
+            assert read_events(resumed.text) == events[-1:]
 
     Conversing(saying("ok"), response_store=file_in(left)).run(look)
     assert os.listdir(left) == ["responses.db"]
