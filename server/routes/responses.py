@@ -37,6 +37,7 @@ stored = APIRouter()
 
 _ENDPOINT = "/v1/responses"
 MAX_LISTED = 100  # items of a page, as at OpenAI
+MAX_EVENT = 2**31 - 1  # number of an event
 
 ResponseId = Annotated[str, Path(max_length=256)]
 
@@ -104,7 +105,7 @@ async def get_response(
     service: ServiceDep,
     stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
     starting_after: Annotated[
-        int, Query(ge=-1, description="With stream: begin behind the event of this number.")
+        int, Query(ge=-1, le=MAX_EVENT, description="With stream: begin behind the event of this number.")
     ] = -1,
 ) -> Response:
     """Return a stored response, or the stream of a background response from any event on."""
