@@ -198,7 +198,8 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
         if problem.missing is None:
             message += " Send what is needed of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
-        raise ApiError(400, message, param=name, code="previous_response_not_found") from None
+        code = "response_not_completed" if problem.running else "previous_response_not_found"
+        raise ApiError(400, message, param=name, code=code) from None
 
 
 async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
