@@ -170,6 +170,16 @@ def test_what_is_wrong_is_named(tmp_path: Path, path: str, body: Any, param: str
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    async def work(api: Conversing) -> None:
+        id_ = (await api.ask("POST", PATH, {})).json()["id"]
+        for path, body in (("", {}), (f"/{id_}", {"metadata": {}}), (f"/{id_}/items", {"items": HELLO})):
+            answer = await api.ask("POST", f"{PATH}{path}", {**body, "colour": "red"})
+            assert (answer.status_code, answer.headers["x-octavo-ignored-fields"]) == (200, "colour")
+
+    app(tmp_path).run(work)
+
+
 def test_a_conversation_holds_as_much_as_a_body(tmp_path: Path) -> None:
     items = [{"role": "user", "content": "a" * 700}]
 

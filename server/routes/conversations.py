@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 
@@ -46,7 +46,7 @@ async def create_conversation(
 ) -> ConversationObject:
     """Keep a new conversation, with its first items if there are some."""
     conversations = store_of(service, "conversations").conversations
-    items = [] if body.items is None else _read(body.items, response)
+    items = _read(body, response)
     try:
         created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))
         return _shown(await asked(service, created))
@@ -65,10 +65,12 @@ async def update_conversation(
     conversation_id: Id,
     body: Annotated[ConversationUpdate, Body(openapi_examples=examples.CONVERSATION_UPDATE)],
     request: Request,
+    response: Response,
     service: ServiceDep,
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
     conversations = store_of(service, "conversations").conversations
+    response.headers.update(ignored_header(body.ignored_fields()))
     changed = await asked(service, conversations.update(conversation_id, tenant_of(request), body.metadata or {}))
     return _shown(changed or _missing(conversation_id))
 
@@ -115,7 +117,7 @@ async def add_items(
 ) -> ItemList:
     """Add items at the end of a conversation."""
     conversations = store_of(service, "conversations").conversations
-    items = _read(body.items, response)
+    items = _read(body, response)
     try:
         more = conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES, _max_size(service))
         added = await asked(service, more)
@@ -145,9 +147,9 @@ async def delete_item(
     return _shown(left or _missing(conversation_id, item_id))
 
 
-def _read(given: list[Any], response: Response) -> list[Item]:
-    ignored: Ignored = set()
-    items = read_items(given, ignored, "items")
+def _read(body: ConversationFields | NewItems, response: Response) -> list[Item]:
+    ignored: Ignored = set(body.ignored_fields())
+    items = [] if body.items is None else read_items(body.items, ignored, "items")
     response.headers.update(ignored_header(ignored))
     return items
 
