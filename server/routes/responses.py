@@ -96,7 +96,7 @@ async def _read(
 @stored.get(
     f"{_ENDPOINT}/{{response_id}}",
     response_model=ResponseObject,
-    responses=ERROR_RESPONSES,
+    responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
     summary="Get a stored response",
 )
 async def get_response(
