@@ -107,9 +107,18 @@ class Conversations:
         self._make_room = make_room
         self._overwrite = overwrite
 
-    async def create(self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
-        """A new one."""
-        created: Conversation = await self._run(self._create, tenant or "", metadata, items)
+    async def create(
+        self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item], max_size: int | None = None
+    ) -> Conversation:
+        """A new one.
+
+        Args:
+            max_size: bytes that it may have as JSON; None: any number.
+
+        Raises:
+            TooLargeError: it would have more.
+        """
+        created: Conversation = await self._run(self._create, tenant or "", metadata, items, max_size)
         return created
 
     async def get(self, id_: str, tenant: str | None) -> Conversation | None:
@@ -127,17 +136,23 @@ class Conversations:
         return bool(await self._run(self._delete, id_, tenant or ""))
 
     async def add(
-        self, id_: str, tenant: str | None, items: Sequence[Item], most: int | None = None
+        self,
+        id_: str,
+        tenant: str | None,
+        items: Sequence[Item],
+        most: int | None = None,
+        max_size: int | None = None,
     ) -> list[Item] | None:
         """Items at its end; they come back with the ids that they have there.
 
         Args:
             most: so many may be in it; None: any number.
+            max_size: bytes that it may have as JSON; None: any number.
 
         Raises:
             TooLargeError: there would be more.
         """
-        added: list[Item] | None = await self._run(self._add, id_, tenant or "", items, most)
+        added: list[Item] | None = await self._run(self._add, id_, tenant or "", items, most, max_size)
         return added
 
     async def page(
@@ -186,7 +201,9 @@ class Conversations:
         ).fetchone()
         return row
 
-    def _create(self, tenant: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+    def _create(
+        self, tenant: str, metadata: dict[str, str], items: Sequence[Item], max_size: int | None
+    ) -> Conversation:
         id_, now, text = f"conv_{uuid.uuid4().hex}", self._now(), _encode(metadata)
         with self._transaction() as database:
             made = database.execute(
@@ -194,7 +211,7 @@ class Conversations:
                 (id_, tenant, now, now, _ROW + len(text.encode()), text),
             )
             assert made.lastrowid is not None
-            self._append(database, made.lastrowid, items)
+            self._append(database, made.lastrowid, items, max_size)
             self._make_room(database, id_)
         return Conversation(id_, int(now), metadata)
 
@@ -225,19 +242,23 @@ class Conversations:
             self._overwrite()
         return found
 
-    def _add(self, id_: str, tenant: str, items: Sequence[Item], most: int | None) -> list[Item] | None:
+    def _add(
+        self, id_: str, tenant: str, items: Sequence[Item], most: int | None, max_size: int | None
+    ) -> list[Item] | None:
         with self._transaction() as database:
             row = self._find(id_, tenant)
             if row is None:
                 return None
             if most is not None:
                 self._check_count(row[0], most, len(items))
-            added = self._append(database, row[0], items)
+            added = self._append(database, row[0], items, max_size)
             database.execute("UPDATE conversations SET used = ? WHERE number = ?", (self._now(), row[0]))
             self._make_room(database, id_)
         return added
 
-    def _append(self, database: sqlite3.Connection, number: int, items: Sequence[Item]) -> list[Item]:
+    def _append(
+        self, database: sqlite3.Connection, number: int, items: Sequence[Item], max_size: int | None
+    ) -> list[Item]:
         added = []
         for item in items:
             taken = database.execute("SELECT 1 FROM items WHERE conversation = ? AND id = ?", (number, item["id"]))
@@ -247,6 +268,9 @@ class Conversations:
                 "INSERT INTO items (conversation, id, item) VALUES (?, ?, ?)", (number, item["id"], _encode(item))
             )
             added.append(item)
+        size = database.execute("SELECT size FROM conversations WHERE number = ?", (number,)).fetchone()[0]
+        if max_size is not None and size > max_size:
+            raise TooLargeError(f"it would have {size} bytes, and at most {max_size} may be in one (max_body_size)")
         return added
 
     def _check_count(self, number: int, most: int, more: int = 0) -> None:

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Match
 
 from engine import EngineDeadError, InvalidRequestError
 
@@ -27,6 +28,7 @@ _LOGGED = (
     "/entities", "/fill-mask", "/transcriptions", "/translations", "/translate",
     "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity",
 )  # fmt: skip
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 
 
@@ -148,9 +150,12 @@ async def _on_error(request: Request, problem: Exception) -> Response:
         hint = "No route ends with a slash" if str(request.scope["path"]).endswith("/") else "/docs lists the routes"
         error = ApiError(404, f"Unknown route: {where}. {hint}.", code="unknown_route")
     elif error.code is None and error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
+        headers = dict(error.headers or {})
+        if "Allow" in headers:
+            headers["Allow"] = _allowed(request) or headers["Allow"]
+        allowed = headers.get("Allow", "other methods")
         message = f"{_path(request)} does not answer {request.method}; it answers {allowed}."
-        error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        error = ApiError(405, message, code="method_not_allowed", headers=headers)
     _log_refusal(request, error)
     return error.response()
 
@@ -164,6 +169,16 @@ def _log_refusal(request: Request, error: ApiError) -> None:
     if asks and not logged and error.status_code < 500:
         facts = {"path": path, "status": error.status_code, "code": error.code, "param": error.param}
         request_logger.info("request finished", outcome="refused", **facts)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes with this path. Starlette names only those of the first."""
+    found = [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
+    return ", ".join(found)
 
 
 def _path(request: Request) -> str:

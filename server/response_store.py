@@ -108,11 +108,13 @@ class HistoryError(Exception):
 
     Attributes:
         missing: the id of the answer that is not there; None where the conversation is too long.
+        running: that answer is still being made.
     """
 
-    def __init__(self, message: str, missing: str | None):
+    def __init__(self, message: str, missing: str | None, running: bool = False):
         super().__init__(message)
         self.missing = missing
+        self.running = running
 
 
 class _Made(msgspec.Struct):
@@ -532,7 +534,7 @@ class ResponseStore:
         if kept is None:
             raise HistoryError(f"no stored response has the id {id_}", id_)
         if not kept.ended:
-            raise HistoryError("it has not ended yet", id_)
+            raise HistoryError("it has not ended yet", id_, running=True)
         turns = self._database.execute(_CHAIN, asked).fetchall()
         previous, size = turns[-1][:2]
         if size > max_size:

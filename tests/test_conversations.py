@@ -170,6 +170,32 @@ def test_what_is_wrong_is_named(tmp_path: Path, path: str, body: Any, param: str
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    async def work(api: Conversing) -> None:
+        id_ = (await api.ask("POST", PATH, {})).json()["id"]
+        for path, body in (("", {}), (f"/{id_}", {"metadata": {}}), (f"/{id_}/items", {"items": HELLO})):
+            answer = await api.ask("POST", f"{PATH}{path}", {**body, "colour": "red"})
+            assert (answer.status_code, answer.headers["x-octavo-ignored-fields"]) == (200, "colour")
+
+    app(tmp_path).run(work)
+
+
+def test_a_conversation_holds_as_much_as_a_body(tmp_path: Path) -> None:
+    items = [{"role": "user", "content": "a" * 700}]
+
+    async def work(api: Conversing) -> None:
+        id_ = (await api.ask("POST", PATH, {"items": items})).json()["id"]
+        many = {"items": [{"role": "user", "content": "a"}] * 12}  # ids and types make them larger than the body
+        for path, body in ((f"/{id_}/items", {"items": items}), ("", many)):
+            refused = await api.ask("POST", f"{PATH}{path}", body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (400, "items", "context_length_exceeded")
+            assert "bytes, and at most 1024 may be in one (max_body_size)" in error["message"]
+        assert len((await api.ask("GET", f"{PATH}/{id_}/items")).json()["data"]) == 1
+
+    app(tmp_path, max_body_size="1KiB").run(work)
+
+
 def test_without_a_store_there_are_none() -> None:
     api = Conversing(saying("ok"))
     for path, body in ((PATH, {}), ("/v1/responses", {"input": "a", "conversation": "conv_x"})):

@@ -811,6 +811,11 @@ def test_documentation() -> None:
         "/pooling", "/tokenize", "/detokenize", "/translate", "/languages", "/inference/v1/generate", "/infill",
         "/apply-template",
     }, "pages for people are no part of it"  # fmt: skip
+    for operation in (
+        document["paths"]["/v1/responses"]["post"],
+        document["paths"]["/v1/responses/{response_id}"]["get"],
+    ):
+        assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     elsewhere = {"timestamps", "detokenize", "reasoning_budget"}
     assert set(SamplingParams.__dataclass_fields__) - elsewhere <= set(fields)

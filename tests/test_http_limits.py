@@ -430,6 +430,13 @@ def test_unknown_routes_and_methods(method: str, path: str, status: int, code: s
     assert ("allow" in answer.headers) == (status == 405)
 
 
+def test_all_methods_of_a_path_are_named() -> None:
+    for path, methods in (("/v1/responses/resp_x", "GET, DELETE"), ("/v1/conversations/x", "GET, POST, DELETE")):
+        answer = Api().request("PUT", path)
+        assert answer.headers["allow"] == methods
+        assert f"does not answer PUT; it answers {methods}." in error(answer, 405)["message"]
+
+
 def test_ids_with_slashes_are_found() -> None:
     for path in ("/v1/models/org/fake", "/v1/models/org%2Ffake"):
         assert Api().request("GET", path).json()["id"] == "org/fake"

@@ -486,6 +486,7 @@ def test_keys_are_tenants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("question", "param"),
     [("?stream=true", "stream"), ("?stream=true&starting_after=-2", "starting_after"),
+     (f"?stream=true&starting_after={2**63}", "starting_after"),
      ("/input_items?limit=0", "limit"), ("/input_items?limit=101", "limit"),
      ("/input_items?order=up", "order"), ("/input_items?after=msg_x", "after")],
 )  # fmt: skip

@@ -128,7 +128,8 @@ async def _nothing() -> Message:
 
 
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
-    """The events of an answer behind one of this number, up to the last, wherever they are made.
+    """The events of an answer behind one of this number, up to the last, wherever they are made. The last event is
+    always sent: a client may have seen higher numbers than the store, if the process that made the answer was killed.
 
     Args:
         id_: of an answer whose stream is kept.
@@ -137,13 +138,15 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
     assert store is not None
     yield ""  # nothing can be wrong any more
     keepalive = service.settings.stream_keepalive or None
-    sent, silent = after + 1, time.monotonic()
+    sent, silent, told = after + 1, time.monotonic(), False
     while True:
         events, last = (
             (made.events[sent:], made.done) if made is not None else await _stored(store, id_, tenant, sent - 1)
         )
+        if last and not (events or told):
+            events = (made.events if made is not None else (await _stored(store, id_, tenant, -1))[0])[-1:]
         if events:
-            sent, silent = sent + len(events), time.monotonic()
+            sent, silent, told = sent + len(events), time.monotonic(), True
             yield "".join(events)
         elif last:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -147,10 +148,11 @@ class ResponseEvents(Events[ChatPiece]):
 
     def cancel(self) -> Response:
         """The answer as far as it is; nothing more comes of it."""
+        ended = [block if block.ended else replace(block, ended=True) for block in self._blocks.made]
         return {
             **self._frame,
             "status": "cancelled",
-            "output": [item_of(block, self._name_of) for block in self._blocks.made],
+            "output": [item_of(block, self._name_of) for block in ended],
             "usage": usage_of(self.maker.usage()),
         }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 
+from engine import parse_bytes
 from server.answering.keeping import asked, store_of, tenant_of
 from server.answering.reading import Ignored, fail
 from server.answering.response_input import Item, read_items
@@ -45,8 +46,12 @@ async def create_conversation(
 ) -> ConversationObject:
     """Keep a new conversation, with its first items if there are some."""
     conversations = store_of(service, "conversations").conversations
-    items = [] if body.items is None else _read(body.items, response)
-    return _shown(await asked(service, conversations.create(tenant_of(request), body.metadata or {}, items)))
+    items = _read(body, response)
+    try:
+        created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))
+        return _shown(await asked(service, created))
+    except TooLargeError as problem:
+        _too_large(problem)
 
 
 @plain.get(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Show a conversation")
@@ -60,10 +65,12 @@ async def update_conversation(
     conversation_id: Id,
     body: Annotated[ConversationUpdate, Body(openapi_examples=examples.CONVERSATION_UPDATE)],
     request: Request,
+    response: Response,
     service: ServiceDep,
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
     conversations = store_of(service, "conversations").conversations
+    response.headers.update(ignored_header(body.ignored_fields()))
     changed = await asked(service, conversations.update(conversation_id, tenant_of(request), body.metadata or {}))
     return _shown(changed or _missing(conversation_id))
 
@@ -110,11 +117,12 @@ async def add_items(
 ) -> ItemList:
     """Add items at the end of a conversation."""
     conversations = store_of(service, "conversations").conversations
-    items = _read(body.items, response)
+    items = _read(body, response)
     try:
-        added = await asked(service, conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES))
+        more = conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES, _max_size(service))
+        added = await asked(service, more)
     except TooLargeError as problem:
-        fail("items", f"The conversation cannot take these items: {problem}.", "context_length_exceeded")
+        _too_large(problem)
     if added is None:
         _missing(conversation_id)
     return ItemList.of(added, more=False)
@@ -139,11 +147,20 @@ async def delete_item(
     return _shown(left or _missing(conversation_id, item_id))
 
 
-def _read(given: list[Any], response: Response) -> list[Item]:
-    ignored: Ignored = set()
-    items = read_items(given, ignored, "items")
+def _read(body: ConversationFields | NewItems, response: Response) -> list[Item]:
+    ignored: Ignored = set(body.ignored_fields())
+    items = [] if body.items is None else read_items(body.items, ignored, "items")
     response.headers.update(ignored_header(ignored))
     return items
+
+
+def _max_size(service: Service) -> int:
+    """Bytes that a conversation may have, because a later request reads all of it."""
+    return parse_bytes(service.settings.max_body_size, "max_body_size")
+
+
+def _too_large(problem: TooLargeError) -> NoReturn:
+    fail("items", f"The conversation cannot take these items: {problem}.", "context_length_exceeded")
 
 
 async def _found(service: Service, id_: str, tenant: str | None) -> Conversation:

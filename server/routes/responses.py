@@ -37,6 +37,7 @@ stored = APIRouter()
 
 _ENDPOINT = "/v1/responses"
 MAX_LISTED = 100  # items of a page, as at OpenAI
+MAX_EVENT = 2**31 - 1  # number of an event
 
 ResponseId = Annotated[str, Path(max_length=256)]
 
@@ -95,7 +96,7 @@ async def _read(
 @stored.get(
     f"{_ENDPOINT}/{{response_id}}",
     response_model=ResponseObject,
-    responses=ERROR_RESPONSES,
+    responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
     summary="Get a stored response",
 )
 async def get_response(
@@ -104,7 +105,7 @@ async def get_response(
     service: ServiceDep,
     stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
     starting_after: Annotated[
-        int, Query(ge=-1, description="With stream: begin behind the event of this number.")
+        int, Query(ge=-1, le=MAX_EVENT, description="With stream: begin behind the event of this number.")
     ] = -1,
 ) -> Response:
     """Return a stored response, or the stream of a background response from any event on."""
@@ -197,7 +198,8 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
         if problem.missing is None:
             message += " Send what is needed of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
-        raise ApiError(400, message, param=name, code="previous_response_not_found") from None
+        code = "response_not_completed" if problem.running else "previous_response_not_found"
+        raise ApiError(400, message, param=name, code=code) from None
 
 
 async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
