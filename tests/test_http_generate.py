@@ -54,6 +54,25 @@ def test_chat_in_two_halves(api: Api) -> None:
     assert made["token_ids"] == whole["choices"][0]["token_ids"]
 
 
+def test_completions_without_max_tokens_keep_their_default(api: Api) -> None:
+    how = {"temperature": 0, "ignore_eos": True}
+    whole = ask(api, COMPLETIONS, prompt=[5, 6], **how, return_token_ids=True)
+    (half,) = ask(api, f"{COMPLETIONS}/render", prompt=[5, 6], **how, request_timeout=60)
+    assert (half["sampling_params"]["max_tokens"], half["request_timeout"]) == (16, 60)
+    assert generate(api, half)["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("more", [{"suffix": "b"}, {"best_of": 3}, {"echo": True}])
+def test_what_render_refuses(api: Api, more: dict[str, Any]) -> None:
+    (name,) = more
+    assert error(api.post(f"{COMPLETIONS}/render", prompt="a", **more), 400)["param"] == name
+
+
+def test_render_names_what_it_leaves_out(api: Api) -> None:
+    call = api.post(f"{COMPLETIONS}/render", prompt="a", return_tokens_as_token_ids=True, timings=True)
+    assert call.headers["x-octavo-ignored-fields"] == "return_tokens_as_token_ids, timings"
+
+
 def test_a_stream_of_tokens(api: Api) -> None:
     params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
     whole = ask(api, GENERATE, token_ids=[5, 6], sampling_params=params)

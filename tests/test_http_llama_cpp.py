@@ -94,6 +94,15 @@ def test_completions_take_a_suffix(api: Api) -> None:
     assert error(api.post(COMPLETIONS, prompt=[1], suffix="a"), 400)["param"] == "suffix"
 
 
+def test_render_takes_a_suffix(api: Api) -> None:
+    asked = {"prompt": "the house ", "suffix": " pages", "temperature": 0, "max_tokens": 4}
+    (whole,) = ask(api, COMPLETIONS, **asked, return_token_ids=True)["choices"]
+    (half,) = ask(api, f"{COMPLETIONS}/render", **asked)
+    (made,) = ask(api, "/inference/v1/generate", **half)["choices"]
+    assert made["token_ids"] == whole["token_ids"]
+    assert ids(api, "<|file_sep|>")[0] in half["sampling_params"]["stop_token_ids"]
+
+
 @pytest.mark.parametrize(
     ("changed", "param"),
     [

@@ -50,6 +50,7 @@ class RenderedRequest(BaseModel):
     return_token_ids: bool | None
     cache_salt: str | None
     priority: int
+    request_timeout: float | None
 
 
 class TokenLogprob(BaseModel):
