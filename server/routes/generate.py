@@ -157,8 +157,7 @@ async def generate(
     service.check_model(body.model)
     require(service, "/inference/v1/generate")
     body.refuse_unsupported()
-    terms = ("stream", "stream_options", "cache_salt", "priority", "request_timeout")
-    asked = body.sampling_params.model_copy(update={name: getattr(body, name) for name in terms})
+    asked = body.asked()
     shape = replace(shape_of(asked, service), return_token_ids=True, tokens_as_ids=True)
     return await _GenerateRun(service, asked, shape, arrival, given=body).respond(request)
 
@@ -202,10 +201,13 @@ class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
         return Chunks(maker, self._chunk, self.body.stream_options)
 
     def _chunk(self, pieces: Sequence[CompletionChoice], extra: Extra) -> GenerateResponse:
-        told = {"usage": extra["usage"]} if "usage" in extra else {}
+        told: dict[str, Any] = {"usage": extra["usage"]} if "usage" in extra else {}
         first = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids is not None), None)
         if self.given.return_token_ids and first is not None:
             told["prompt_token_ids"] = first
+        logprobs = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
+        if logprobs is not None:
+            told["prompt_logprobs"] = logprobs
         return GenerateResponse(
             request_id=self.given.request_id or self.request_id,
             model=self.service.model_id,
