@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from engine import ReasoningBudget
-from engine.interface.values import MAX_INT, MAX_LISTED_IDS
+from engine import MAX_LISTED_IDS, ReasoningBudget
 from server.api.base import Body
 from server.api.fields import Name, at_most
 from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
-
 
 _Ids = Annotated[list[int], Field(fail_fast=True), at_most(MAX_LISTED_IDS, "token ids"), WithJsonSchema(IDS_SCHEMA)]
 # Fields of sampling_params that the outer body may leave out.
@@ -26,7 +24,7 @@ _NO_EFFECT = (
 class RenderedBudget(Body):
     """A limit of the answer's reasoning, as /v1/chat/completions/render writes it."""
 
-    tokens: int = Field(ge=0, le=MAX_INT, description="Most tokens of reasoning.")
+    tokens: int = Field(ge=0, le=2**31 - 1, description="Most tokens of reasoning.")
     open: _Ids = Field(min_length=1, description="The tokens of the mark before the reasoning.")
     close: int = Field(ge=0, description="The token of the mark after the reasoning.")
     last_words: _Ids | None = Field(None, description="Tokens that come before the closing mark at the limit.")
