@@ -9,6 +9,8 @@ import pytest
 from test_http_decisions import api, ask
 from test_http_terms import COMPLETIONS, Api, error
 
+from server.api.generate_schemas import GenerateRequest
+
 __all__ = ["api"]
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 HOW: dict[str, Any] = {"max_tokens": 6, "temperature": 0.7, "seed": 5, "logprobs": 2, "stop": ["zz"]}
@@ -54,6 +56,25 @@ def test_chat_in_two_halves(api: Api) -> None:
     assert made["token_ids"] == whole["choices"][0]["token_ids"]
 
 
+def test_completions_without_max_tokens_keep_their_default(api: Api) -> None:
+    how = {"temperature": 0, "ignore_eos": True}
+    whole = ask(api, COMPLETIONS, prompt=[5, 6], **how, return_token_ids=True)
+    (half,) = ask(api, f"{COMPLETIONS}/render", prompt=[5, 6], **how, request_timeout=60)
+    assert (half["sampling_params"]["max_tokens"], half["request_timeout"]) == (16, 60)
+    assert generate(api, half)["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("more", [{"suffix": "b"}, {"best_of": 3}, {"echo": True}])
+def test_what_render_refuses(api: Api, more: dict[str, Any]) -> None:
+    (name,) = more
+    assert error(api.post(f"{COMPLETIONS}/render", prompt="a", **more), 400)["param"] == name
+
+
+def test_render_names_what_it_leaves_out(api: Api) -> None:
+    call = api.post(f"{COMPLETIONS}/render", prompt="a", return_tokens_as_token_ids=True, timings=True)
+    assert call.headers["x-octavo-ignored-fields"] == "return_tokens_as_token_ids, timings"
+
+
 def test_a_stream_of_tokens(api: Api) -> None:
     params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
     whole = ask(api, GENERATE, token_ids=[5, 6], sampling_params=params)
@@ -81,6 +102,15 @@ def test_without_max_tokens_the_context_is_the_limit(api: Api) -> None:
         ({"token_ids": [1] * 5000}, "token_ids"),
         ({"token_ids": [1], "sampling_params": {"top_p": 3}}, "top_p"),
         ({"token_ids": [1], "sampling_params": {"max_tokens": "x"}}, "sampling_params"),
+        ({"token_ids": [1], "sampling_params": {"reasoning_budget": 5}}, "sampling_params"),
+        (
+            {"token_ids": [1], "sampling_params": {"reasoning_budget": {"tokens": 5, "open": [1], "close": 10**6}}},
+            "sampling_params.reasoning_budget",
+        ),
+        (
+            {"token_ids": [1], "sampling_params": {"reasoning_budget": {"tokens": 5, "open": [1] * 2000, "close": 1}}},
+            "sampling_params",
+        ),
         ({"token_ids": [1], "features": {}}, "features"),
         ({"token_ids": [1], "output_mode": "derender"}, "output_mode"),
     ],
@@ -92,3 +122,25 @@ def test_what_is_refused(api: Api, body: dict[str, Any], param: str) -> None:
 def test_unknown_sampling_parameters_are_named(api: Api) -> None:
     call = api.post(GENERATE, token_ids=[5], sampling_params={"max_tokens": 1, "output_kind": 2})
     assert call.headers["x-octavo-ignored-fields"] == "sampling_params.output_kind"
+
+
+def test_sampling_parameters_without_effect_are_named(api: Api) -> None:
+    inner = {"max_tokens": 1, "stream": True, "timings": True, "return_token_ids": False}
+    call = api.post(GENERATE, token_ids=[5], sampling_params=inner)
+    assert call.headers["x-octavo-ignored-fields"] == "sampling_params.stream, sampling_params.timings"
+    assert json.loads(call.text)["choices"]
+
+
+def test_terms_may_be_among_the_sampling_parameters() -> None:
+    inner = {"cache_salt": "a", "priority": 3, "request_timeout": 5}
+    asked = GenerateRequest(token_ids=[5], sampling_params=inner, priority=0).asked()  # type: ignore[arg-type]
+    assert (asked.cache_salt, asked.priority, asked.request_timeout) == ("a", 0, 5)
+    assert GenerateRequest(token_ids=[5], sampling_params=inner).ignored_fields() == []  # type: ignore[arg-type]
+
+
+def test_logprobs_of_the_prompt(api: Api) -> None:
+    how = {"prompt_logprobs": 1, "max_tokens": 2, "temperature": 0}
+    (choice,) = ask(api, COMPLETIONS, prompt=[5, 6, 7], **how)["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    assert ask(api, GENERATE, token_ids=[5, 6, 7], sampling_params=how)["prompt_logprobs"] == choice["prompt_logprobs"]
+    assert "prompt_logprobs" not in ask(api, GENERATE, token_ids=[5], sampling_params={"max_tokens": 1})

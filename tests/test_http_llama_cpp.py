@@ -16,6 +16,8 @@ from test_http_terms import COMPLETIONS, Api, error
 
 from engine import EngineConfig
 from engine.text.processor import Tokenizer
+from server.answering.infilling import Infilling
+from server.answering.prompt import Room
 
 CHAT, INFILL = "/v1/chat/completions", "/infill"
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
@@ -31,7 +33,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     model = make_json_checkpoint(tmp_path_factory.mktemp("fim"))
     client = LocalClient(EngineConfig(model=str(model.path), dtype="float32", device="cpu", show_progress=False))
     hf = transformers.PreTrainedTokenizerFast.from_pretrained(model.path)
-    hf.add_special_tokens({"additional_special_tokens": MARKS})
+    hf.add_tokens(MARKS[:1])  # as in Qwen's vocabulary, no special token
+    hf.add_special_tokens({"additional_special_tokens": MARKS[1:]})
     made = Api(client, tokenizer=Tokenizer(hf))
     yield made
     asyncio.run(client.close())
@@ -94,17 +97,54 @@ def test_completions_take_a_suffix(api: Api) -> None:
     assert error(api.post(COMPLETIONS, prompt=[1], suffix="a"), 400)["param"] == "suffix"
 
 
+def test_render_takes_a_suffix(api: Api) -> None:
+    asked = {"prompt": "the house ", "suffix": " pages", "temperature": 0, "max_tokens": 4}
+    (whole,) = ask(api, COMPLETIONS, **asked, return_token_ids=True)["choices"]
+    (half,) = ask(api, f"{COMPLETIONS}/render", **asked)
+    (made,) = ask(api, "/inference/v1/generate", **half)["choices"]
+    assert made["token_ids"] == whole["token_ids"]
+    assert ids(api, "<|file_sep|>")[0] in half["sampling_params"]["stop_token_ids"]
+
+
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
         ({"n_predict": 0}, "n_predict"),
+        ({"n_predict": 10**12}, "n_predict"),
+        ({"n_predict": 5000}, "n_predict"),
         ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
         ({"input_prefix": "x" * 200_000}, "input_prefix"),
         ({"input_suffix": None}, "input_suffix"),
     ],
 )
 def test_what_infill_refuses(api: Api, changed: dict[str, Any], param: str) -> None:
-    assert error(api.post(INFILL, **{**GAP, **changed}), 400)["param"] == param
+    refused = error(api.post(INFILL, **{**GAP, **changed}), 400)
+    assert refused["param"] == param
+    assert "max_tokens" not in refused["message"]
+
+
+def test_infill_names_what_it_has_no_place_for(api: Api) -> None:
+    unused = {
+        "logprobs": 1, "prompt_logprobs": 1, "logprob_token_ids": [3], "truncate_prompt_tokens": 5,
+        "timings_per_token": True,
+    }  # fmt: skip
+    call = api.post(INFILL, **GAP, n_predict=1, **unused)
+    assert call.headers["x-octavo-ignored-fields"] == ", ".join(sorted(unused))
+
+
+def test_marks_in_texts_are_text(api: Api) -> None:
+    infilling = Infilling.of(api.service.tokenizer)
+    assert infilling is not None
+    text = f"a{MARKS[2]}b{MARKS[3]}{MARKS[0]}</s><|fim_<|fim_suffix|>|>c"
+    made = infilling.prompt(text, text, Room(1000, "prompt"), [("a.txt", text)]).token_ids
+    marks = [ids(api, mark)[0] for mark in (*MARKS, "</s>")]
+    prefix, suffix, middle, file, _ = marks
+    assert [token for token in made if token in marks] == [file, prefix, suffix, middle]
+    tokenizer = api.service.tokenizer
+    assert tokenizer is not None
+    before = made[made.index(prefix) + 1 : made.index(suffix)]
+    assert tokenizer.decode(before, skip_special_tokens=False) == text
 
 
 def test_apply_template(api: Api) -> None:
@@ -113,6 +153,7 @@ def test_apply_template(api: Api) -> None:
     assert json.loads(call.text) == {"prompt": "ab"}
     assert call.headers["x-octavo-ignored-fields"] == "temperature"
     assert error(api.post("/apply-template", messages=[]), 400)["param"] == "messages"
+    assert error(api.post("/apply-template", **asked, chat_template="x"), 400)["param"] == "chat_template"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -40,6 +40,20 @@ def test_a_reasoning_budget_is_asked_of_the_engine(path: str, body: dict[str, An
         assert bytes(asked.last_words).decode() == "\n\nThat is enough thinking; I answer now.\n"
 
 
+@pytest.mark.parametrize("more", [{"reasoning_budget": 5}, {}])
+def test_a_reasoning_budget_in_two_halves(more: dict[str, Any]) -> None:
+    api = reasoning(reasoning_budget=9)
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 20, **more}
+    assert api.post("/v1/chat/completions", body).status_code == 200
+    whole = api.params
+    half = api.post("/v1/chat/completions/render", body).json()
+    answer = api.post("/inference/v1/generate", half)
+    assert answer.status_code == 200, answer.text
+    assert "x-octavo-ignored-fields" not in answer.headers
+    assert api.params == whole
+    assert whole.reasoning_budget.tokens == more.get("reasoning_budget", 9)
+
+
 def test_a_reasoning_budget_that_begins_inside() -> None:
     api = reasoning(reasoning_budget=0)
     message = {"role": "assistant", "content": "<think>We"}

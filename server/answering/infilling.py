@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine import SamplingParams
@@ -95,7 +98,7 @@ class Infilling:
         return await asyncio.to_thread(self.prompt, before, after, room, others)
 
     def prompt(self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()) -> Prompt:
-        """The prompt whose answer stands between two texts.
+        """The prompt whose answer stands between two texts. The texts are plain: a mark in one of them is text, too.
 
         Args:
             others: further files, by their names.
@@ -105,7 +108,8 @@ class Infilling:
         """
 
         def encode(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            encoded = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in self._pieces(text))
+            return list(itertools.chain.from_iterable(encoded))
 
         opening = [token for token in self.tokenizer.encode("") if token != self.tokenizer.eos_token_id]
         ids = opening
@@ -115,3 +119,23 @@ class Infilling:
         ids += [self.prefix, *encode_fitting(encode, before, room)]
         ids += [self.suffix, *encode_fitting(encode, after, room), self.middle]
         return Prompt(ids)
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """The text, cut within each mark, so that none is read as a token. The tokenizers library can encode special
+        tokens as text, but Qwen's marks are not special tokens."""
+        begin = 0
+        for found in _marks(self).finditer(text):
+            middle = (found.start() + found.end()) // 2
+            yield text[begin:middle]
+            begin = middle
+        yield text[begin:]
+
+
+@functools.lru_cache(maxsize=4)
+def _marks(infilling: Infilling) -> re.Pattern[str]:
+    """Finds the texts that the tokenizer reads as a mark of infilling, or as a special token."""
+    tokenizer = infilling.tokenizer
+    ids = (infilling.prefix, infilling.suffix, infilling.middle, *infilling.ends)
+    texts = {*map(tokenizer.written, ids), *tokenizer.special_texts().values()}
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))

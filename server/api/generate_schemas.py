@@ -6,8 +6,62 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from server.api.fields import Name
+from engine import MAX_LISTED_IDS, ReasoningBudget
+from server.api.base import Body
+from server.api.fields import Name, at_most
 from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
+
+_Ids = Annotated[list[int], Field(fail_fast=True), at_most(MAX_LISTED_IDS, "token ids"), WithJsonSchema(IDS_SCHEMA)]
+# Fields of sampling_params that the outer body may leave out.
+_TERMS = tuple(ServedBody.model_fields)
+# Fields of sampling_params that have no effect: the outer body says them, or the answer has no place for them.
+_NO_EFFECT = (
+    "model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "timings",
+    "timings_per_token",
+)  # fmt: skip
+
+
+class RenderedBudget(Body):
+    """A limit of the answer's reasoning, as /v1/chat/completions/render writes it."""
+
+    tokens: int = Field(ge=0, le=2**31 - 1, description="Most tokens of reasoning.")
+    open: _Ids = Field(min_length=1, description="The tokens of the mark before the reasoning.")
+    close: int = Field(ge=0, description="The token of the mark after the reasoning.")
+    last_words: _Ids | None = Field(None, description="Tokens that come before the closing mark at the limit.")
+    begun: bool | None = Field(None, description="The prompt opens the reasoning (false).")
+
+    def made(self) -> ReasoningBudget:
+        """The limit as the engine reads it.
+
+        Raises:
+            InvalidRequestError: a token id is out of range, or there are too many.
+        """
+        return ReasoningBudget(
+            tokens=self.tokens,
+            open=tuple(self.open),
+            close=self.close,
+            last_words=tuple(self.last_words or ()),
+            begun=bool(self.begun),
+        )
+
+
+class GenerateParams(GenerationBody):
+    """Part of `GenerateRequest`: the sampling fields of /v1/completions, and a rendered reasoning budget."""
+
+    reasoning_budget: RenderedBudget | None = Field(
+        None, description="Limit of the reasoning, as /v1/chat/completions/render writes it."
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for `SamplingParams`."""
+        budget = {} if self.reasoning_budget is None else {"reasoning_budget": self.reasoning_budget.made()}
+        return super().sampling() | budget
+
+    def ignored_fields(self) -> list[str]:
+        """Names of fields that have no effect."""
+        unused = [name for name in _NO_EFFECT if getattr(self, name) not in (None, False)]
+        inner = self.reasoning_budget.ignored_fields() if self.reasoning_budget is not None else []
+        return [*super().ignored_fields(), *unused, *(f"reasoning_budget.{name}" for name in inner)]
 
 
 class GenerateRequest(ServedBody):
@@ -17,8 +71,8 @@ class GenerateRequest(ServedBody):
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True), WithJsonSchema(IDS_SCHEMA)] = Field(
         description="The prompt."
     )
-    sampling_params: GenerationBody = Field(
-        default_factory=lambda: GenerationBody.model_validate({}),
+    sampling_params: GenerateParams = Field(
+        default_factory=lambda: GenerateParams.model_validate({}),
         description="Sampling fields, as in /v1/completions.",
     )
     model: str | None = Field(None, description="Id of the served model. Optional.")
@@ -30,6 +84,14 @@ class GenerateRequest(ServedBody):
     )
     features: None = Field(None, description="Not supported.")
     content_parts: None = Field(None, description="Not supported.")
+
+    def asked(self) -> GenerateParams:
+        """The sampling parameters with the outer fields. The outer cache_salt, priority and request_timeout come before
+        those in sampling_params."""
+        params = self.sampling_params
+        outer = {name: getattr(self, name) for name in ("stream", "stream_options")}
+        terms = {name: getattr(self, name) for name in _TERMS if getattr(self, name) is not None}
+        return params.model_copy(update=outer | terms)
 
     def ignored_fields(self) -> list[str]:
         """Names of unknown fields that might have been meant to change the answer."""
@@ -50,6 +112,7 @@ class RenderedRequest(BaseModel):
     return_token_ids: bool | None
     cache_salt: str | None
     priority: int
+    request_timeout: float | None
 
 
 class TokenLogprob(BaseModel):
@@ -92,3 +155,4 @@ class GenerateResponse(BaseModel):
     choices: list[GenerateChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None

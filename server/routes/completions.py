@@ -22,7 +22,7 @@ from server.api import examples
 from server.api.parameters import shape_of
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, Usage
-from server.context import ServiceDep
+from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 _DECODER = {
@@ -49,16 +49,9 @@ async def create_completion(
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/completions")
-    infilling = Infilling.need(service, "suffix") if body.suffix else None
     if body.echo:
         refuse_echo(service)
-    shape = shape_of(body, service, echo=bool(body.echo))
-    decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
-    if decoder is not None:
-        shape = replace(shape, params=decoder.force(shape.params))
-    if infilling is not None:
-        shape = replace(shape, params=infilling.ending(shape.params))
-    return await CompletionRun(service, body, shape, arrival, decoder=decoder, infilling=infilling).respond(request)
+    return await CompletionRun.of(body, service, arrival).respond(request)
 
 
 @dataclass(slots=True)
@@ -70,6 +63,22 @@ class CompletionRun(Run[CompletionChoice, CompletionChoice]):
     body: CompletionRequest
     decoder: Decoder | None = field(kw_only=True)
     infilling: Infilling | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def of(cls, body: CompletionRequest, service: Service, arrival: float) -> CompletionRun:
+        """The run of a body.
+
+        Raises:
+            ApiError, InvalidRequestError: fields contradict each other, are out of range or not supported.
+        """
+        infilling = Infilling.need(service, "suffix") if body.suffix else None
+        shape = shape_of(body, service, echo=bool(body.echo))
+        decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
+        if decoder is not None:
+            shape = replace(shape, params=decoder.force(shape.params))
+        if infilling is not None:
+            shape = replace(shape, params=infilling.ending(shape.params))
+        return cls(service, body, shape, arrival, decoder=decoder, infilling=infilling)
 
     def size(self) -> tuple[int, int]:
         given, info = self.body.prompt, self.service.client.info

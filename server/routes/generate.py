@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
-from engine import SamplingParams, chat_max_tokens
+from engine import DEFAULT_MAX_TOKENS, SamplingParams, chat_max_tokens
 from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
 from server.answering.endpoints import require
@@ -37,13 +37,16 @@ from server.api.generate_schemas import (
 from server.api.parameters import shape_of
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import CompletionChoice, CompletionRequest, GenerationBody, Usage
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
 from server.routes.chat import ChatRun
 from server.routes.completions import CompletionRun
 
 router = APIRouter(route_class=StrictJsonRoute)
 rendering = APIRouter(route_class=StrictJsonRoute)
+
+# Fields about the form of the answer that /inference/v1/generate does not have.
+_NOT_RENDERED = ("return_tokens_as_token_ids", "timings", "timings_per_token")
 
 
 @rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Render prompts to token ids")
@@ -56,7 +59,8 @@ async def render_completion(
     """Return a request body for /inference/v1/generate for each prompt."""
     service.check_model(body.model)
     require(service, "/inference/v1/generate")
-    run = CompletionRun(service, body, shape_of(body, service), time.monotonic(), decoder=None)
+    _refuse_echo(body.echo)
+    run = CompletionRun.of(body, service, time.monotonic())
     return await _rendered(run, "cmpl-", request, response)
 
 
@@ -70,6 +74,7 @@ async def render_chat(
     """Return a request body for /inference/v1/generate."""
     service.check_model(body.model)
     require(service, "/v1/chat/completions")
+    _refuse_echo(body.echo)
     (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", request, response)
     return made
 
@@ -78,26 +83,54 @@ async def _rendered(
     run: CompletionRun | ChatRun, prefix: str, request: Request, response: Response
 ) -> list[RenderedRequest]:
     body, service = run.body, run.service
+    if run.shape.params.n > run.shape.n:
+        message = (
+            f"best_of ({body.best_of}) above n ({run.shape.n}) cannot be rendered: /inference/v1/generate does not "
+            "choose among answers for another request. Leave best_of out, or send the whole request to the route "
+            "without /render."
+        )
+        raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     run.terms = read_terms(body, request, service.settings, run.arrival)
-    response.headers.update(ignored_header(run.ignored_fields()))
+    response.headers.update(ignored_header([*run.ignored_fields(), *_given_names(body, _NOT_RENDERED)]))
     with await service.tokenizing.admit(*run.size(), run.terms.tenant, run.terms.deadline):
         prompts = await run.prompts()
-    params, base = _given(run.shape.params), f"{prefix}{uuid.uuid4().hex}"
+    base = f"{prefix}{uuid.uuid4().hex}"
     options = body.stream_options
     return [
         RenderedRequest(
             request_id=base if len(prompts) == 1 else f"{base}-{place}",
             token_ids=prompt.token_ids,
-            sampling_params=params,
+            sampling_params=_given(_with_default(run.shape.params, service, len(prompt.token_ids))),
             model=service.model_id,
             stream=bool(body.stream),
             stream_options=None if options is None else options.model_dump(exclude_none=True),
             return_token_ids=body.return_token_ids,
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
+            request_timeout=body.request_timeout,
         )
         for place, prompt in enumerate(prompts)
     ]
+
+
+def _refuse_echo(echo: bool | None) -> None:
+    if echo:
+        message = "echo cannot be rendered: /inference/v1/generate returns the answer only. Leave echo out."
+        raise ApiError(400, message, param="echo", code="unsupported_parameter")
+
+
+def _given_names(body: BaseModel, names: Iterable[str]) -> list[str]:
+    """Those of the fields that ask for something."""
+    return [name for name in names if getattr(body, name) not in (None, False)]
+
+
+def _with_default(params: SamplingParams, service: Service, length: int) -> SamplingParams:
+    """The parameters with the default of /v1/completions for max_tokens, which /inference/v1/generate does not have."""
+    info: Any = service.client.info
+    if params.max_tokens is not None or chat_max_tokens(params, info, length) is None:
+        return params
+    room = max(info.max_model_len - length, 1)
+    return replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens or 0), room))
 
 
 def _given(params: Any) -> dict[str, Any]:
@@ -124,8 +157,7 @@ async def generate(
     service.check_model(body.model)
     require(service, "/inference/v1/generate")
     body.refuse_unsupported()
-    terms = ("stream", "stream_options", "cache_salt", "priority", "request_timeout")
-    asked = body.sampling_params.model_copy(update={name: getattr(body, name) for name in terms})
+    asked = body.asked()
     shape = replace(shape_of(asked, service), return_token_ids=True, tokens_as_ids=True)
     return await _GenerateRun(service, asked, shape, arrival, given=body).respond(request)
 
@@ -169,10 +201,13 @@ class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
         return Chunks(maker, self._chunk, self.body.stream_options)
 
     def _chunk(self, pieces: Sequence[CompletionChoice], extra: Extra) -> GenerateResponse:
-        told = {"usage": extra["usage"]} if "usage" in extra else {}
+        told: dict[str, Any] = {"usage": extra["usage"]} if "usage" in extra else {}
         first = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids is not None), None)
         if self.given.return_token_ids and first is not None:
             told["prompt_token_ids"] = first
+        logprobs = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
+        if logprobs is not None:
+            told["prompt_logprobs"] = logprobs
         return GenerateResponse(
             request_id=self.given.request_id or self.request_id,
             model=self.service.model_id,

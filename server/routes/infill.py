@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
-from engine import chat_max_tokens
+from engine import InvalidRequestError, chat_max_tokens
 from server.admission import estimate_tokens
 from server.answering.answer import Run
 from server.answering.completion import CompletionPieces, join
@@ -20,6 +21,7 @@ from server.answering.generation import BYTES_PER_LOGPROB, Update
 from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
+from server.answering.public_names import public_name, public_names
 from server.answering.size import AnswerSize
 from server.answering.streaming import sse
 from server.answering.timings import timings_of
@@ -32,6 +34,12 @@ from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
+
+# Fields for which the answer has no place.
+_NO_EFFECT = (
+    "logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens",
+    "timings_per_token",
+)  # fmt: skip
 
 
 @router.post(
@@ -53,12 +61,20 @@ async def infill(
             message = "n_predict must be -1 or at least 1, got 0."
             raise ApiError(400, message, param="n_predict", code="invalid_value")
         body = body.model_copy(update={"max_tokens": body.n_predict})
-    shape = shape_of(body, service)
+    unused = [name for name in _NO_EFFECT if getattr(body, name) not in (None, False)]
+    body = body.model_copy(update=dict.fromkeys(unused))
+    with public_names(_names(body)):
+        shape = shape_of(body, service)
     if shape.params.n > 1:
-        raise ApiError(400, "n must be 1: /infill gives one text.", param="n", code="invalid_value")
-    params = infilling.ending(shape.params)
-    run = _InfillRun(service, body, replace(shape, params=params, return_token_ids=True), arrival, infilling=infilling)
-    return await run.respond(request)
+        name = "n" if shape.n > 1 else "best_of"
+        raise ApiError(400, f"{name} must be 1: /infill gives one text.", param=name, code="invalid_value")
+    shape = replace(shape, params=infilling.ending(shape.params), return_token_ids=True)
+    return await _InfillRun(service, body, shape, arrival, infilling=infilling, unused=unused).respond(request)
+
+
+def _names(body: InfillRequest) -> dict[str, str]:
+    """The client's names by those of `SamplingParams`."""
+    return {} if body.n_predict is None else {"max_tokens": "n_predict"}
 
 
 @dataclass(slots=True)
@@ -67,6 +83,7 @@ class _InfillRun(Run[CompletionChoice, CompletionChoice]):
     bytes_per_logprob = BYTES_PER_LOGPROB
     body: InfillRequest
     infilling: Infilling = field(kw_only=True)
+    unused: list[str] = field(kw_only=True)
 
     def size(self) -> tuple[int, int]:
         body = self.body
@@ -126,8 +143,22 @@ class _InfillRun(Run[CompletionChoice, CompletionChoice]):
     def events(self, maker: PieceMaker[CompletionChoice]) -> Events[CompletionChoice]:
         return _InfillEvents(maker, self)
 
+    def ignored_fields(self) -> list[str]:
+        return [*self.body.ignored_fields(), *self.unused]
+
     def public_name(self, param: str | None) -> str | None:
-        return "n_predict" if param == "max_tokens" and self.body.n_predict is not None else param
+        return public_name(param, _names(self.body))
+
+    @contextmanager
+    def _public_names(self) -> Iterator[None]:
+        try:
+            with Run._public_names(self):
+                yield
+        except InvalidRequestError as problem:
+            if problem.param != "n_predict":
+                raise
+            message = str(problem).replace("max_tokens", "n_predict")
+            raise InvalidRequestError(message, param=problem.param, code=problem.code) from problem
 
 
 class _InfillEvents(Events[CompletionChoice]):

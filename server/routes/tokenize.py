@@ -17,7 +17,7 @@ from server.answering.rendering import read_rendering
 from server.answering.seq2seq import read_decoder, refuse_chat
 from server.answering.tools import read_tools
 from server.api import examples
-from server.api.fields import ignored_header
+from server.api.fields import ignored_header, refuse_unsupported
 from server.api.infill_schemas import ApplyTemplateRequest, ApplyTemplateResponse
 from server.api.pooling_schemas import either
 from server.api.reading import StrictJsonRoute
@@ -108,6 +108,7 @@ async def apply_template(
     """Render messages with the chat template, as in llama.cpp."""
     service.check_model(body.model)
     require(service, "/v1/chat/completions")
+    refuse_unsupported({"chat_template": (body.model_extra or {}).get("chat_template")})
     response.headers.update(ignored_header(body.ignored_fields()))
     messages, tools = read_messages(body.messages), read_tools(body.tools)
     rendering = read_rendering(body, tools)
