@@ -14,6 +14,8 @@ from support.structured import make_json_checkpoint, tokenizer_of
 from test_http_terms import Api, error
 
 from engine import EngineConfig
+from server.admission import Admission
+from server.answering.shared_place import SharedPlace
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
 INPUT = "The package arrived with a broken screen. " * 3
@@ -88,6 +90,29 @@ def test_answers_are_the_same_alone_and_in_a_crowd(api: Api) -> None:
     for place in (10, 11, 12, 39):
         alone = ask(api, DECISIONS, input=INPUT, questions=crowd[place : place + 1], cache_salt=f"alone {place}")
         assert alone["answers"] == [together["answers"][place]], "to the last bit"
+
+
+def test_a_default_server_answers_400_questions(api: Api) -> None:
+    assert api.service.admission.max_prompts < 400
+    body = ask(api, DECISIONS, input="x", questions=THREE[:1] * 400)
+    assert len({answer["probability"] for answer in body["answers"]}) == 1
+    assert len(body["answers"]) == 400
+    assert (api.service.admission.num_prompts, api.service.admission.num_queued_tokens) == (0, 0)
+
+
+def test_a_slot_is_free_once_the_last_of_its_prompts_has_ended() -> None:
+    admission = Admission(max_running=2, max_queued=0, max_queued_tokens=99, rejected=print)
+    with SharedPlace(admission.reserve(2, 9), 2, 3) as place:
+        asyncio.run(place.measured([1, 2, 4]))
+        assert admission.num_queued_tokens == 7
+        place.started(0)
+        place.started(0)
+        assert (admission.num_prompts, admission.num_queued_tokens) == (2, 6)
+        place.finished(0)
+        place.finished(1)
+        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (1, 4, 1)
+        place.finished(2)
+        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (0, 0, 0)
 
 
 def test_input_items_are_read_in_their_order(api: Api) -> None:
