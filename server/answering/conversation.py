@@ -105,7 +105,8 @@ class ConversationRun(Run[ChatPiece, Choice]):
     def _limit_reasoning(self) -> None:
         asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params
         if asked is None:  # the server's default does not apply where the engine would refuse a budget
-            without = (params.num_beams or 1) > 1 or params.allowed_token_ids is not None or params.constraint
+            limited = params.allowed_token_ids is not None or params.constraint is not None
+            without = limited or (params.num_beams or 1) > 1
             asked = -1 if without else self.service.settings.reasoning_budget
         if asked >= 0 and self.parsing is not None and answers.limits_reasoning:
             budget = answers.budget(asked, self.parsing)
