@@ -127,8 +127,10 @@ class ConversationRun(Run[ChatPiece, Choice]):
         tools = self.tools.ignored if self.tools is not None else ()
         budget = self.body.reasoning_budget
         unlimited = budget is not None and budget >= 0 and not self.service.answers.limits_reasoning
-        names = [self.public_name("reasoning_budget") or ""] if unlimited else []
-        return [*self.body.ignored_fields(), *self.ignored, *tools, *names]
+        names = ["reasoning_budget"] if unlimited else []
+        if self.tools is not None and self.tools.forced:  # there is no text that could have the form
+            names += self.body.format_fields()
+        return [*self.body.ignored_fields(), *self.ignored, *tools, *(self.public_name(name) or "" for name in names)]
 
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:
