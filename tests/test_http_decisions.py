@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -136,13 +137,29 @@ def test_input_items_are_read_in_their_order(api: Api) -> None:
         ({"input": {"text": "x"}}, "Input should"),
         ({"questions": []}, "at least 1"),
         ({"questions": THREE[:1] * 401}, "at most 400 questions, got 401"),
-        ({"questions": [{"type": "predicate", "instructions": 1}]}, "must be a string or a list of parts"),
-        ({"questions": [{**THREE[1], "choices": [{"value": "a"}, {"value": "a"}]}]}, "values that differ"),
-        ({"questions": [{**THREE[1], "choices": [{"value": 1}, {"value": "a"}]}]}, "valid string"),
+        (
+            {"questions": [{"type": "predicate", "instructions": 1}]},
+            "questions.0.instructions: must be a string or a list of parts",
+        ),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": "a"}, {"value": "a"}]}]},
+            "questions.0: choices must have values that differ",
+        ),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": 1}, {"value": "a"}]}]},
+            "questions.0.choices.0.value: Input should be a valid string, or",
+        ),
         ({"questions": [{**THREE[1], "choices": [{"value": "a"}]}]}, "at least 2"),
-        ({"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(256)]}]}, "at most 255 choices"),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(256)]}]},
+            "questions.0.choices may have at most 255",
+        ),
         ({"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(27)]}]}, "at most 26 choices"),
-        ({"questions": [{**THREE[2], "levels": [{"label": str(i)} for i in range(11)]}]}, "at most 10 levels"),
+        (
+            {"questions": [*THREE, {**THREE[2], "levels": [{"label": str(i)} for i in range(11)]}]},
+            "questions.3.levels may have at most 10 levels, got 11",
+        ),
+        ({"questions": [*THREE, {"type": "score"}]}, "questions.3.instructions is required"),
         ({"input": "x" * 300_000}, "too long"),
     ],
     ids=lambda value: str(value)[:40],
@@ -150,6 +167,13 @@ def test_input_items_are_read_in_their_order(api: Api) -> None:
 def test_what_decisions_refuse(api: Api, changed: dict[str, Any], message: str) -> None:
     found = error(api.post(DECISIONS, **{"input": "x", "questions": THREE} | changed), 400)
     assert message in found["message"]
+
+
+def test_unknown_fields_of_questions_are_named(api: Api) -> None:
+    choices = [{"value": "a", "weight": 1}, {"value": "b"}]
+    questions = [THREE[0], {**THREE[1], "reasoning": True, "choices": choices}]
+    call = api.post(DECISIONS, input="x", questions=questions)
+    assert call.headers["x-octavo-ignored-fields"] == "questions.1.choices.0.weight, questions.1.reasoning"
 
 
 def test_vllms_shape(api: Api) -> None:
@@ -198,6 +222,24 @@ def test_thinking_and_joint_reads_are_refused(api: Api) -> None:
     assert "thinking must be off" in problem["message"]
     assert error(api.post(SYSTEM_ONE, **asked, joint=True), 400)["param"] == "joint"
     assert error(api.post(SYSTEM_ONE, **asked, images=["x"]), 400)["param"] == "images"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"messages": 5}, "must not hold 'messages'"),
+        ({"tools": []}, "must not hold 'tools'"),
+        ({"add_generation_prompt": False}, "must not hold 'add_generation_prompt'"),
+        ({"deep": functools.reduce(lambda inner, _: [inner], range(900), [])}, "more than 32 levels"),
+        ({f"x{i}": 1 for i in range(65)}, "at most 64 variables"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_systemone_checks_template_variables(api: Api, variables: dict[str, Any], message: str) -> None:
+    questions = {"q": {"type": "choice", "criteria": {"a": None, "b": None}}}
+    problem = error(api.post(SYSTEM_ONE, state="x", questions=questions, chat_template_kwargs=variables), 400)
+    assert message in problem["message"]
+    assert problem["param"] == "chat_template_kwargs"
 
 
 def test_logprob_token_ids(api: Api) -> None:
