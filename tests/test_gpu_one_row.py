@@ -115,7 +115,7 @@ def test_nothing_is_timed_where_nothing_can_be(checkpoint: Callable[[str], Any])
 
 
 def test_the_log_says_what_was_kept(checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="octavo.execution")
+    caplog.set_level("DEBUG", logger="octavo.execution")
     times = (2e-3, 1e-3, 1e-3, 3e-3)
     with recorded(checkpoint(CHECKPOINT).path, *times):
         pass

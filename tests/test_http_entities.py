@@ -69,7 +69,12 @@ def test_a_long_text_takes_several_windows(api: PoolingApi, reference: GlinerFol
         ({"input": [[1]], "labels": ["a"]}, "input", "invalid_type", "list of strings"),
         ({"input": "a", "labels": ["a"], "threshold": 2}, "threshold", "invalid_type", "less than or equal to 1"),
         ({"input": "a" * (2**20 + 1), "labels": ["a"]}, "input", "context_length_exceeded", "1048576 characters"),
-        ({"input": "a " * 50, "labels": ["a"], "stride": 40}, "labels", "context_length_exceeded", "share 40"),
+        (
+            {"input": "a " * 50, "labels": ["a"], "stride": 40},
+            "labels",
+            "context_length_exceeded",
+            "tokens (max_model_len) for the text. They hold 40",
+        ),
         (
             {"input": ["a", "a " * 4200], "labels": ["a"], "stride": 39},
             "input",

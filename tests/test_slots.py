@@ -286,6 +286,8 @@ def test_a_connection_is_not_closed_while_bytes_of_its_answer_wait(loop: Any, pe
     async def scenario() -> None:
         async with door(Sizes(1, 2, 1), pem) as opened:
             reader, writer = await opened.connect()
+            # What the client's system takes ahead of it must not be all that the server's system has.
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             writer.write(LONG)
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"content-length: 20000000" in head

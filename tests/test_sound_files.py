@@ -314,6 +314,30 @@ def test_keys_take_turns() -> None:
     asyncio.run(run())
 
 
+def test_tasks_that_are_cancelled_together_keep_no_slot() -> None:
+    """A waiting task may be cancelled and not have run yet when a slot becomes free."""
+
+    async def run() -> None:
+        slots = FairSlots(2)
+
+        async def ask() -> None:
+            async with slots.of(None):
+                await asyncio.sleep(60)
+
+        tasks = [asyncio.create_task(ask()) for _ in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert slots._held == {None: 2}
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert not slots._held
+        assert not slots._waiting
+
+    asyncio.run(run())
+
+
 def test_without_keys_all_slots_are_used() -> None:
     async def run() -> None:
         slots = FairSlots(2)

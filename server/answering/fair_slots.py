@@ -55,11 +55,14 @@ class FairSlots:
             place = self._waiting[tenant][0]
             self._waiting.move_to_end(tenant)
             self._forget(tenant, place)
-            self._held[tenant] += 1
-            place.set_result(None)
+            if not place.done():  # cancelled, and its task has not run since
+                self._held[tenant] += 1
+                place.set_result(None)
 
     def _forget(self, tenant: str | None, place: asyncio.Future[None]) -> None:
-        line = self._waiting[tenant]
+        line = self._waiting.get(tenant)
+        if line is None or place not in line:
+            return
         line.remove(place)
         if not line:
             del self._waiting[tenant]
