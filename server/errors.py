@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -105,18 +105,30 @@ def describe_validation(problems: list[Any]) -> ApiError:
         return ApiError(400, f"The body {first['msg']}.", code="invalid_value")
     if not location:
         return ApiError(400, "The body must be a JSON object with Content-Type: application/json.", code="invalid_body")
-    field = str(location[0])
-    # Below a field stand the branches of its type, and in an object its own fields.
-    param = ".".join(map(str, location)) if field == "stream_options" else field
+    param = _param(location)
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required.", param=param, code="missing_required_parameter")
     if first["type"] == "limit":
         return ApiError(400, f"{param} {first['msg']}.", param=param, code="invalid_value")
+    start = len(first["loc"]) - len(location)
     reasons = dict.fromkeys(
-        problem["msg"] for problem in problems if field in problem["loc"] and problem["type"] != "missing"
+        problem["msg"]
+        for problem in problems
+        if _param(problem["loc"][start:]) == param and problem["type"] != "missing"
     )
     message = f"{param}: {', or: '.join(reasons)}; got {shown(first['input'])}."
     return ApiError(400, message, param=param, code="invalid_type")
+
+
+def _param(location: Sequence[Any]) -> str:
+    """A field's name. In stream_options and questions, the place within it."""
+    field, *below = location or ("",)
+    if field == "questions" and below:
+        # In a list, the question's type follows its index. Below a value stand the branches of its type.
+        below = [below[0], *below[2:5]] if isinstance(below[0], int) else [below[0][:_SHOWN], *below[1:2]]
+    elif field != "stream_options":  # below other fields stand the branches of their types, too
+        below = []
+    return ".".join(map(str, [field, *below]))
 
 
 def to_api_error(problem: Exception) -> ApiError:

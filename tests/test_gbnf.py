@@ -130,6 +130,8 @@ def test_llama_cpps_grammar_of_json_keeps_whole_strings_as_lexemes() -> None:
         (r'root ::= "\x41\u00e9\n" [^\]a-c\-] .', "Aé\nx\n", "Aé\n-x"),
         ("root ::= one\n  | two\none ::= [0-9]{2}\ntwo ::= [a-z]{1,}", "abc", "1"),
         ('root ::= a # a comment ::= "x"\na ::= "/" root? "\\\\"', "//\\\\", "/"),
+        ('root ::= "a"{0}', "", "a"),
+        ('root ::= "(" root ")" | x\nx ::= "a"{0}', "()", "(a)"),
         ("root ::= with-hyphen+\nwith-hyphen ::= [日本]", "日日", "日a"),
     ],
 )
@@ -147,7 +149,11 @@ def _errors() -> Iterator[tuple[str, str]]:
     yield "root ::= [z-a]", "ends before it begins"
     yield r'root ::= "\ud800"', "no character"
     yield "root ::= ::= ", "'::=' is out of place"
-    yield 'root ::= "(" root ")" | ' + " | ".join(f'"{"a" * n}" root' for n in range(1, 99)), "too ambiguous"
+    yield f'root ::= "{"a" * 40_000}"', "too large: a string of 40000 characters takes 40000 as a regular expression"
+    yield 'root ::= "(" root ")"' + ' "a" root "b"' * 800 + ' | "x"', "too large: it has more than 1500 lexemes"
+    yield "root ::= a\na ::= b\nb ::= a", "without an end (a, b, root)"
+    yield 'root ::= "a" root', "without an end (root)"
+    yield 'root ::= "(" root ")" | ' + " | ".join(f'"{"a" * n}" root' for n in range(1, 99)) + ' | "b"', "too ambiguous"
 
 
 @pytest.mark.parametrize(("grammar", "problem"), list(_errors()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from support.structured import make_json_checkpoint, tokenizer_of
 from test_http_terms import Api, error
 
 from engine import EngineConfig
+from server.admission import Admission
+from server.answering.shared_place import SharedPlace
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
 INPUT = "The package arrived with a broken screen. " * 3
@@ -90,6 +93,29 @@ def test_answers_are_the_same_alone_and_in_a_crowd(api: Api) -> None:
         assert alone["answers"] == [together["answers"][place]], "to the last bit"
 
 
+def test_a_default_server_answers_400_questions(api: Api) -> None:
+    assert api.service.admission.max_prompts < 400
+    body = ask(api, DECISIONS, input="x", questions=THREE[:1] * 400)
+    assert len({answer["probability"] for answer in body["answers"]}) == 1
+    assert len(body["answers"]) == 400
+    assert (api.service.admission.num_prompts, api.service.admission.num_queued_tokens) == (0, 0)
+
+
+def test_a_slot_is_free_once_the_last_of_its_prompts_has_ended() -> None:
+    admission = Admission(max_running=2, max_queued=0, max_queued_tokens=99, rejected=print)
+    with SharedPlace(admission.reserve(2, 9), 2, 3) as place:
+        asyncio.run(place.measured([1, 2, 4]))
+        assert admission.num_queued_tokens == 7
+        place.started(0)
+        place.started(0)
+        assert (admission.num_prompts, admission.num_queued_tokens) == (2, 6)
+        place.finished(0)
+        place.finished(1)
+        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (1, 4, 1)
+        place.finished(2)
+        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (0, 0, 0)
+
+
 def test_input_items_are_read_in_their_order(api: Api) -> None:
     items = [
         {"role": "user", "content": "first"},
@@ -111,13 +137,29 @@ def test_input_items_are_read_in_their_order(api: Api) -> None:
         ({"input": {"text": "x"}}, "Input should"),
         ({"questions": []}, "at least 1"),
         ({"questions": THREE[:1] * 401}, "at most 400 questions, got 401"),
-        ({"questions": [{"type": "predicate", "instructions": 1}]}, "must be a string or a list of parts"),
-        ({"questions": [{**THREE[1], "choices": [{"value": "a"}, {"value": "a"}]}]}, "values that differ"),
-        ({"questions": [{**THREE[1], "choices": [{"value": 1}, {"value": "a"}]}]}, "valid string"),
+        (
+            {"questions": [{"type": "predicate", "instructions": 1}]},
+            "questions.0.instructions: must be a string or a list of parts",
+        ),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": "a"}, {"value": "a"}]}]},
+            "questions.0: choices must have values that differ",
+        ),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": 1}, {"value": "a"}]}]},
+            "questions.0.choices.0.value: Input should be a valid string, or",
+        ),
         ({"questions": [{**THREE[1], "choices": [{"value": "a"}]}]}, "at least 2"),
-        ({"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(256)]}]}, "at most 255 choices"),
+        (
+            {"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(256)]}]},
+            "questions.0.choices may have at most 255",
+        ),
         ({"questions": [{**THREE[1], "choices": [{"value": str(i)} for i in range(27)]}]}, "at most 26 choices"),
-        ({"questions": [{**THREE[2], "levels": [{"label": str(i)} for i in range(11)]}]}, "at most 10 levels"),
+        (
+            {"questions": [*THREE, {**THREE[2], "levels": [{"label": str(i)} for i in range(11)]}]},
+            "questions.3.levels may have at most 10 levels, got 11",
+        ),
+        ({"questions": [*THREE, {"type": "score"}]}, "questions.3.instructions is required"),
         ({"input": "x" * 300_000}, "too long"),
     ],
     ids=lambda value: str(value)[:40],
@@ -125,6 +167,13 @@ def test_input_items_are_read_in_their_order(api: Api) -> None:
 def test_what_decisions_refuse(api: Api, changed: dict[str, Any], message: str) -> None:
     found = error(api.post(DECISIONS, **{"input": "x", "questions": THREE} | changed), 400)
     assert message in found["message"]
+
+
+def test_unknown_fields_of_questions_are_named(api: Api) -> None:
+    choices = [{"value": "a", "weight": 1}, {"value": "b"}]
+    questions = [THREE[0], {**THREE[1], "reasoning": True, "choices": choices}]
+    call = api.post(DECISIONS, input="x", questions=questions)
+    assert call.headers["x-octavo-ignored-fields"] == "questions.1.choices.0.weight, questions.1.reasoning"
 
 
 def test_vllms_shape(api: Api) -> None:
@@ -173,6 +222,24 @@ def test_thinking_and_joint_reads_are_refused(api: Api) -> None:
     assert "thinking must be off" in problem["message"]
     assert error(api.post(SYSTEM_ONE, **asked, joint=True), 400)["param"] == "joint"
     assert error(api.post(SYSTEM_ONE, **asked, images=["x"]), 400)["param"] == "images"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"messages": 5}, "must not hold 'messages'"),
+        ({"tools": []}, "must not hold 'tools'"),
+        ({"add_generation_prompt": False}, "must not hold 'add_generation_prompt'"),
+        ({"deep": functools.reduce(lambda inner, _: [inner], range(900), [])}, "more than 32 levels"),
+        ({f"x{i}": 1 for i in range(65)}, "at most 64 variables"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_systemone_checks_template_variables(api: Api, variables: dict[str, Any], message: str) -> None:
+    questions = {"q": {"type": "choice", "criteria": {"a": None, "b": None}}}
+    problem = error(api.post(SYSTEM_ONE, state="x", questions=questions, chat_template_kwargs=variables), 400)
+    assert message in problem["message"]
+    assert problem["param"] == "chat_template_kwargs"
 
 
 def test_logprob_token_ids(api: Api) -> None:

@@ -76,12 +76,17 @@ def test_a_reasoning_budget_without_a_mark_is_named(path: str) -> None:
     assert api.params.reasoning_budget is None
 
 
-def test_beams_have_no_reasoning_budget() -> None:
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"num_beams": 2}, "reasoning_budget"), ({"allowed_token_ids": [65]}, "allowed_token_ids"),
+     ({"constraint": {"catalogue": "titles"}}, "constraint")],
+)  # fmt: skip
+def test_the_default_budget_skips_what_cannot_have_one(more: dict[str, Any], param: str) -> None:
     api = reasoning(reasoning_budget=9)
-    body = {"messages": [{"role": "user", "content": "hi"}], "num_beams": 2}
+    body = {"messages": [{"role": "user", "content": "hi"}], **more}
     refused = api.post("/v1/chat/completions", {**body, "reasoning_budget": 5})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_budget")
-    api.post("/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert api.post("/v1/chat/completions", body).status_code == 200
     assert api.params.reasoning_budget is None
 
 

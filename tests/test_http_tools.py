@@ -320,6 +320,20 @@ def test_where_calls_must_be_no_form_is_asked_for() -> None:
     assert (params.structured_outputs.kind, params.structured_outputs.around) == ("grammar", None)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [JSON_OBJECT, {"grammar": 'root ::= "a"'}, {"guided_choice": ["a"]}, {"structured_outputs": {"regex": "a"}}],
+    ids=str,
+)
+def test_a_form_without_a_text_is_named(form: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    api = Api(FIND)
+    (name,) = form
+    for choice in ("required", {"type": "function", "function": {"name": TOOLS[0]["function"]["name"]}}):
+        assert api.chat(tool_choice=choice, **form).headers["x-octavo-ignored-fields"] == name
+    assert "x-octavo-ignored-fields" not in api.chat(**form).headers
+
+
 @pytest.mark.parametrize("parsers", [{"reasoning_parser": "none"}, {"tool_call_parser": "none"}])
 def test_a_form_is_that_of_all_of_the_answer_where_nothing_is_told_apart(parsers: dict[str, str]) -> None:
     pytest.importorskip("llguidance")

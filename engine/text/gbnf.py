@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 MAX_LEXEME = 20_000  # characters of a regular expression; larger parts are divided
 MAX_PLACES = 1_500  # lexemes in the whole grammar, each as often as it stands there
 MAX_PAIRS = 3_000_000  # of places, and of characters in them, that are compared: about a second
-_TOO_MUCH = "the grammar is too ambiguous to be translated; simplify it, or write it in Lark"
+_SIMPLIFY = "simplify it, or write it in Lark"
 _MAX_COPIES = 64  # characters of a bounded repetition that the test for conflicts writes out
+_MAX_NAMES = 8  # of rules, in an error
 _LAST = 0x10FFFF
 _TOKEN = re.compile(
     r"""
@@ -149,6 +150,12 @@ class _Reader:
         if kind == "string":
             codes = list(_codes(text[1:-1]))
             characters = [_Node("chars", ranges=((code, code),)) for code, _ in codes]
+            size = sum(len(_written_chars(character.ranges)) for character in characters)
+            if size > MAX_LEXEME:
+                written = f"a string of {len(characters)} characters takes {size} as a regular expression"
+                raise ValueError(
+                    f"the grammar is too large: {written}, and at most {MAX_LEXEME} are allowed; divide it"
+                )
             return characters[0] if len(characters) == 1 else _Node("seq", characters)
         if kind == "set":
             return _Node("chars", ranges=_ranges_of(text))
@@ -277,6 +284,7 @@ class _Translation:
     def lark(self) -> str:
         """The translation."""
         self._find_regular()
+        self._find_endless()
         while conflicts := self._conflicts():
             self.broken |= conflicts
         names = {name: f"r{number}" for number, name in enumerate(self._divided())}
@@ -306,6 +314,26 @@ class _Translation:
                 self.regular[name] = self._expression(self.rules[name])
 
         visit("root")
+
+    def _find_endless(self) -> None:
+        """Refuse a grammar whose rules lead back to themselves in every alternative."""
+        ending: set[str] = set()
+
+        def ends(node: _Node) -> bool:
+            if node.kind == "ref":
+                return node.name in ending
+            if node.kind == "repeat" and node.least == 0:
+                return True
+            found = map(ends, node.parts)
+            return any(found) if node.kind == "alt" else all(found)
+
+        before = -1
+        while before < len(ending):
+            before = len(ending)
+            ending.update(name for name in self.regular if name not in ending and ends(self.rules[name]))
+        if "root" not in ending:
+            endless = ", ".join([name for name in self.regular if name not in ending][:_MAX_NAMES])
+            raise ValueError(f"the grammar allows no text: rules lead back to themselves without an end ({endless})")
 
     def _expression(self, node: _Node) -> str | None:
         """The regular expression of a part; None if it has none, or one that is too long."""
@@ -338,7 +366,7 @@ class _Translation:
         after = self.after if lexeme is None else lexeme.after
         if lexeme is None and (found := self._lexeme(node)) is not None:
             if len(self.places) >= MAX_PLACES:
-                raise ValueError(_TOO_MUCH)
+                raise ValueError(f"the grammar is too large: it has more than {MAX_PLACES} lexemes; {_SIMPLIFY}")
             self.places.append((node, found))
             if len(after) < len(self.places):
                 after.append(set())
@@ -402,7 +430,7 @@ class _Translation:
                 known[key], pairs = first.extended_by(second, follow[one])
                 self.num_pairs += pairs
             if self.num_pairs > MAX_PAIRS:
-                raise ValueError(_TOO_MUCH)
+                raise ValueError(f"the grammar is too ambiguous to be translated; {_SIMPLIFY}")
             if known[key]:
                 found.add(node if node.kind != "chars" else other)
             if one == two or _overlap(first, second):
@@ -445,6 +473,8 @@ class _Translation:
             return f"/{lexeme.text}/{'?' if lexeme.flow.empty else ''}"
         if node.kind == "ref":
             return names[node.name]
+        if node.kind == "repeat" and node.most == 0:
+            return '""'
         parts = [self._written(part, names) for part in node.parts]
         if node.kind == "repeat":
             return f"({parts[0]}){_times(node)}"

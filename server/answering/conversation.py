@@ -104,8 +104,10 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     def _limit_reasoning(self) -> None:
         asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params
-        if asked is None:  # what the server asks for is no client's mistake
-            asked = -1 if (params.num_beams or 1) > 1 else self.service.settings.reasoning_budget
+        if asked is None:  # the server's default does not apply where the engine would refuse a budget
+            limited = params.allowed_token_ids is not None or params.constraint is not None
+            without = limited or (params.num_beams or 1) > 1
+            asked = -1 if without else self.service.settings.reasoning_budget
         if asked >= 0 and self.parsing is not None and answers.limits_reasoning:
             budget = answers.budget(asked, self.parsing)
             self.shape = replace(self.shape, params=replace(params, reasoning_budget=budget))
@@ -125,8 +127,10 @@ class ConversationRun(Run[ChatPiece, Choice]):
         tools = self.tools.ignored if self.tools is not None else ()
         budget = self.body.reasoning_budget
         unlimited = budget is not None and budget >= 0 and not self.service.answers.limits_reasoning
-        names = [self.public_name("reasoning_budget") or ""] if unlimited else []
-        return [*self.body.ignored_fields(), *self.ignored, *tools, *names]
+        names = ["reasoning_budget"] if unlimited else []
+        if self.tools is not None and self.tools.forced:  # there is no text that could have the form
+            names += self.body.format_fields()
+        return [*self.body.ignored_fields(), *self.ignored, *tools, *(self.public_name(name) or "" for name in names)]
 
     def public_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.body.max_completion_tokens is not None:

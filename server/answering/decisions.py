@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastapi import Request
 from pydantic import BaseModel
 
 from engine import SamplingParams
@@ -26,8 +27,10 @@ from server.answering.pieces import PieceMaker, Shape
 from server.answering.prompt import Prompt, Room
 from server.answering.remembered import RememberedTokens
 from server.answering.rendering import Rendering
+from server.answering.shared_place import SharedPlace
 from server.api.schemas import CompletionChoice, CompletionRequest, ServedBody, Usage
 from server.errors import ApiError
+from server.gates import Place
 
 LETTERS = tuple(string.ascii_uppercase)
 _SPLIT = f"<{uuid.uuid4().hex}>"  # stands for the question where the conversation is rendered
@@ -122,7 +125,17 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
     def size(self) -> tuple[int, int]:
         most, state = self.service.client.info.max_model_len, estimate_tokens(self.state)
         tokens = sum(min(state + estimate_tokens(question.text), most) for question in self.questions)
-        return len(self.questions), tokens
+        return self._slots, tokens
+
+    @property
+    def _slots(self) -> int:
+        """The questions that are answered at the same time. The others wait for the same slots."""
+        return min(len(self.questions), self.service.client.info.max_num_seqs)
+
+    async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
+        headers, place = await Run.begin(self, request)
+        self._ticket = SharedPlace(place, self._slots, len(self.questions))
+        return headers, self._ticket
 
     async def prompts(self) -> list[Prompt]:
         room = Room(self.service.client.info.max_model_len, self.param)

@@ -82,13 +82,7 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     if body.chat_template_kwargs:
-        characters += check_value(body.chat_template_kwargs, "chat_template_kwargs")
-        for name in body.chat_template_kwargs:
-            if not name.isidentifier() or name in _RESERVED:
-                message = (
-                    f"chat_template_kwargs must not hold {shown(name)}: it is no name that a template may be given"
-                )
-                _fail("chat_template_kwargs", f"{message} there. Fields of the body have fields of their own.")
+        characters += check_variables(body.chat_template_kwargs)
         variables |= body.chat_template_kwargs
     if body.documents:
         characters += check_value(body.documents, "documents")
@@ -108,6 +102,23 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
         continue_final_message=bool(body.continue_final_message),
         characters=characters,
     )
+
+
+def check_variables(given: Mapping[str, Any]) -> int:
+    """Check the field chat_template_kwargs.
+
+    Returns:
+        Characters of its strings.
+
+    Raises:
+        ApiError: it is too large, or holds a name that the template gets from elsewhere.
+    """
+    characters = check_value(given, "chat_template_kwargs")
+    for name in given:
+        if not name.isidentifier() or name in _RESERVED:
+            message = f"chat_template_kwargs must not hold {shown(name)}: it is no name that a template may be given"
+            _fail("chat_template_kwargs", f"{message} there. Fields of the body have fields of their own.")
+    return characters
 
 
 def _fail(param: str, message: str) -> NoReturn:

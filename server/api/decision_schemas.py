@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Discriminator,
     Field,
     PlainValidator,
@@ -20,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from server.api.fields import Name, at_most
 from server.api.schemas import MAX_MESSAGES, ServedBody
 from server.api.structure import check_value
+from server.api.template_fields import TemplateVariables
 from server.errors import ApiError
 
 MAX_QUESTIONS = 400
@@ -104,7 +106,17 @@ Evidence = Annotated[str, PlainValidator(_check_input), WithJsonSchema(_INPUT_SC
 Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHEMA)]
 
 
-class PredicateQuestion(BaseModel):
+class _Part(BaseModel):
+    """A part of a request. It keeps unknown fields, to name them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def unknown(self, where: str) -> list[str]:
+        """The unknown fields."""
+        return [f"{where}.{name}" for name in self.model_extra or ()]
+
+
+class PredicateQuestion(_Part):
     """The probability that a statement about the input is true."""
 
     type: Literal["predicate"]
@@ -112,14 +124,14 @@ class PredicateQuestion(BaseModel):
     name: Name | None = None
 
 
-class DecisionChoice(BaseModel):
+class DecisionChoice(_Part):
     """One option of a choice. A string and a boolean of the same text differ."""
 
     value: StrictStr | StrictBool
     description: str = ""
 
 
-class ChoiceQuestion(BaseModel):
+class ChoiceQuestion(_Part):
     """The option that fits the input best."""
 
     type: Literal["choice"]
@@ -135,14 +147,14 @@ class ChoiceQuestion(BaseModel):
         return self
 
 
-class ScoreLevel(BaseModel):
+class ScoreLevel(_Part):
     """One level of a scale."""
 
     label: str
     description: str = ""
 
 
-class ScoreQuestion(BaseModel):
+class ScoreQuestion(_Part):
     """The position of the input on a scale."""
 
     type: Literal["score"]
@@ -165,6 +177,16 @@ class DecisionRequest(ServedBody):
         description="Predicates, choices and scores."
     )
     joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false.")
+
+    def ignored_fields(self) -> list[str]:
+        """Names of unknown fields, those of questions, choices and levels included."""
+        names = ServedBody.ignored_fields(self)
+        for place, question in enumerate(self.questions):
+            names += question.unknown(f"questions.{place}")
+            for name in ("choices", "levels"):
+                for number, part in enumerate(getattr(question, name, ())):
+                    names += part.unknown(f"questions.{place}.{name}.{number}")
+        return names
 
 
 class PredicateAnswer(BaseModel):
@@ -259,7 +281,7 @@ class SystemOneRequest(ServedBody):
     state: Any = Field(description="The subject of the questions: text or JSON.")
     questions: dict[str, QuestionSpec] = Field(description="Questions by their ids.")
     instructions: str | None = Field(None, description="A system message before the state.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template.")
     images: list[str] | None = Field(None, max_length=0, description="Not supported.")
     audio: list[str] | None = Field(None, max_length=0, description="Not supported.")
     videos: list[str] | None = Field(None, max_length=0, description="Not supported.")

@@ -125,6 +125,10 @@ class StructuredBody(Body):
             return f"response_format.{part}" if param.endswith(".json") else name
         return param if name == "structured_outputs" else name
 
+    def format_fields(self) -> list[str]:
+        """Names of the fields that say what the answer must look like."""
+        return [name for name, _ in self._asked()]
+
     def _asked(self) -> list[tuple[str, dict[str, Any]]]:
         """The fields that ask for something, and what they ask for."""
         asked: list[tuple[str, dict[str, Any]]] = []

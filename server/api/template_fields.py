@@ -67,6 +67,9 @@ ReasoningBudget = Annotated[
 ]
 
 
+TemplateVariables = Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")]
+
+
 class TemplateFields(BaseModel):
     """The fields of all bodies with messages."""
 
@@ -74,7 +77,7 @@ class TemplateFields(BaseModel):
     documents: Annotated[list[Any], at_most(MAX_DOCUMENTS, "documents"), WithJsonSchema(_DOCUMENTS)] | None = Field(
         None, description="Documents for chat templates that use them."
     )
-    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
+    chat_template_kwargs: TemplateVariables | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
     reasoning_effort: Name | None = Field(None, description="Passed to the chat template as a variable of this name.")

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Body, Request, Response
 
 from server.answering.decisions import LETTERS, DecisionRun, Question, Reading, described
 from server.answering.endpoints import require
+from server.answering.rendering import check_variables
 from server.api import examples
 from server.api.decision_schemas import (
     MAX_SPECS,
@@ -59,7 +60,7 @@ async def create_decision(
     service.check_model(body.model)
     require(service, "/v1/decisions")
     body.refuse_unsupported()
-    questions = [_question(f"questions[{place}]", question) for place, question in enumerate(body.questions)]
+    questions = [_question(f"questions.{place}", question) for place, question in enumerate(body.questions)]
 
     def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> DecisionResponse:
         return DecisionResponse(
@@ -90,7 +91,8 @@ def _question(where: str, question: DecisionQuestion) -> Question:
     else:
         pairs = [(level.label, level.description) for level in question.levels]
     if len(pairs) > len(LETTERS):
-        message = f"{where} has {len(pairs)} choices, but at most {len(LETTERS)} are supported."
+        where += ".choices"
+        message = f"{where} has {len(pairs)} items, but at most {len(LETTERS)} choices are supported."
         _fail(where, f"{message} Ask several questions.")
     return Question(question.instructions, tuple(described(*pair) for pair in pairs), LETTERS[: len(pairs)])
 
@@ -141,6 +143,7 @@ async def create_structured_decision(
     require(service, "/v1/systemone")
     body.refuse_unsupported()
     variables = body.chat_template_kwargs or {}
+    check_variables(variables)
     if variables.get("enable_thinking"):
         message = "the first token of the reply is the answer, so thinking must be off. Remove enable_thinking."
         _fail("chat_template_kwargs", message)
