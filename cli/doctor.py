@@ -353,8 +353,8 @@ def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Fi
     served = _octavo_there(settings)
     if served is not None:
         another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"
-        fix = f"No action needed if the new server replaces it. To run both, set another {another}."
-        return Finding(check, "warn", f"Octavo already serves {served} there", fix)
+        fix = f"Stop that server first, or set another {another}."
+        return Finding(check, "warn", f"Octavo already serves {served} at this address", fix)
     found, fix = _split(problem)
     if 0 < settings.port < 1024 and settings.uds is None:
         fix = f"Ports below 1024 may need root: use a higher port, such as 8000. {fix}"

@@ -414,12 +414,14 @@ def test_beside_one_s_own_octavo() -> None:
     with octavo_serves() as port:
         finding = examine(port=port)["port"]
     assert finding == Finding(
-        "port", "warn", "Octavo already serves mine there",
-        "No action needed if the new server replaces it. To run both, set another --port (OCTAVO_PORT).",
+        "port", "warn", "Octavo already serves mine at this address",
+        "Stop that server first, or set another --port (OCTAVO_PORT).",
     )  # fmt: skip
     with octavo_serves(api_key=("secret",)) as port:
-        assert "Octavo already serves mine there" in warned(examine(port=port, api_key=("secret", "other"))["port"])
-        assert "Octavo already serves a model there" in warned(examine(port=port)["port"])
+        assert "Octavo already serves mine at this address" in warned(
+            examine(port=port, api_key=("secret", "other"))["port"]
+        )
+        assert "Octavo already serves a model at this address" in warned(examine(port=port)["port"])
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"data": [{"id": "m", "owned_by": "vllm"}]}', b'{"data": [7]}', b"<p>"])

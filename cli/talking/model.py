@@ -67,7 +67,9 @@ class Model:
             kind = "is an encoder-decoder model and does not support conversations"
             if not self.encodes:
                 kind = "has no chat template, so it does not support conversations"
-            raise TalkError(f"{self.id} {kind}. Use: octavo complete{self._same()} PROMPT")
+            complete = f"octavo complete{' --model MODEL' if self.here else self._same()} PROMPT"
+            other = "" if self.encodes else ". If you know its template, set --chat-template"
+            raise TalkError(f"{self.id} {kind}. Use: {complete}{other}")
         tasks = ", ".join(self.card.get("tasks") or ()) or "other things"
         served = ", ".join(endpoints) or "none"
         raise TalkError(
