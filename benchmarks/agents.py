@@ -78,7 +78,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What a request took."""
+    """The measurements of one request."""
 
     name: str
     turn: int
@@ -88,7 +88,7 @@ class Answer:
 
 
 def words(rng: random.Random, count: int) -> str:
-    """So many tokens: the vocabulary has each word of up to four of its letters, with the space before it."""
+    """A text of `count` tokens: the vocabulary holds each word of up to four letters, with the space before it."""
     return "".join(" " + "".join(rng.choices(LETTERS, k=rng.randint(1, 4))) for _ in range(count))
 
 
@@ -151,7 +151,7 @@ def ask(url: str, request: Request) -> Answer:
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
-    """What all took, and the later turns of conversations alone."""
+    """Medians of all requests, and of the later turns of conversations alone."""
     seconds, later = ([one.seconds * 1e3 for one in answers if one.turn >= least] for least in (0, 1))
     return {
         "first_token_ms_p50": round(statistics.median(seconds), 1),

@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, int], str]] = {
     "cross-encoder": ("Bert", SHAPES["minilm-l6"], "score"),
 }
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "int8": 0.25}
-"""Of the largest value; int8 by dynamic scales of whole tensors is the coarsest."""
+"""Largest difference from float32, as a share of the largest value. Dynamic int8 of whole tensors is the coarsest."""
 DEFAULT = ROOT / "benchmarks" / "results" / "encoders.json"
 
 
@@ -118,7 +118,7 @@ def choose_size(one: Contestant, model: Path, head: str, inputs: list[list[int]]
     rates = {}
     for size in BATCHES:
         one.worker.ask(op="load", model=str(model), head=head, settings=one.settings | {"size": size})
-        one.run(inputs[: len(inputs) // 4])  # nobody pays for a first time
+        one.run(inputs[: len(inputs) // 4])  # the first run of anything is slower
         rates[size] = one.run(inputs)["seconds"]
     one.size = min(rates, key=lambda size: rates[size])
     one.worker.ask(op="load", model=str(model), head=head, settings=one.settings | {"size": one.size})

@@ -1,4 +1,4 @@
-"""How much of prompts the prefix cache finds, for pools of several sizes: the engine's own pool of pages, under traces.
+"""Hit rates of the prefix cache for pools of several sizes: traces run through the engine's own pool of pages.
 
     python benchmarks/eviction.py --output
 

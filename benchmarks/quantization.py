@@ -249,7 +249,7 @@ def write_texts(file: Path, count: int, length: int) -> dict[str, list[list[int]
 
 
 def compare_files(options: argparse.Namespace, install: process.Install | None) -> dict[str, Any]:
-    """How each reader of published GGUF files differs from float32, on texts that the models write."""
+    """Differences of each reader of published GGUF files from float32, on texts that the models write."""
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for file in options.gguf:

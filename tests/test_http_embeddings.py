@@ -552,7 +552,7 @@ def test_many_texts_bring_no_more_tokens_than_one_request_may(field: str, monkey
 
 
 def test_texts_are_tokenised_in_little_memory() -> None:
-    """What is kept of each token has 4 bytes, and one text at a time takes more."""
+    """Each token is kept in 4 bytes, and only one text at a time takes more."""
     api, texts = Api(), [chr(97 + at % 26) * 900 for at in range(400)]
     api.client.info = replace(api.client.info, max_model_len=1000)
 

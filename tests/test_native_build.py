@@ -402,7 +402,7 @@ def test_all_instruction_sets_are_made_ahead(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those too that no test of kernels loads."""
+    """Kernels are included that no other test loads."""
     assert COMPILER is not None
     if name in set(supported_sets()) - STAND_INS.keys():
         native.load(name)

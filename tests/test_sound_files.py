@@ -237,7 +237,7 @@ def log_mel() -> LogMel:
 
 
 def test_a_long_sound_takes_little_memory() -> None:
-    """Of a file of eight minutes, this process has one part at a time."""
+    """This process holds one part at a time of a file of eight minutes."""
 
     async def run() -> tuple[int, int]:
         pool, samples = WorkerPool(), 0

@@ -1,4 +1,4 @@
-"""What the workers of encoders share: batches of token ids, padded, and means over what is not padding.
+"""Padded batches of token ids, and means over the tokens that are not padding, for the workers of encoders.
 
 This module needs numpy alone: it runs in every peer's own environment.
 """
@@ -36,7 +36,7 @@ def encode(inputs: list[list[int]], size: int, batch: Batch) -> dict[str, Any]:
 
 
 def answer(seconds: float, vectors: list[np.ndarray]) -> dict[str, Any]:
-    """What an order to encode is answered with."""
+    """The answer to an order to encode."""
     return {"seconds": seconds, "vectors": [vector[:16].astype(float).tolist() for vector in vectors]}
 
 

@@ -37,7 +37,7 @@ class Slash:
         }
 
     def completions(self, before: str, word: str) -> list[str]:
-        """How a word may go on: a command at the beginning of a line, a setting after /set."""
+        """Completions of a word: commands at the beginning of a line, settings after /set."""
         known = [f"/{name}" for name in self._commands] if not before and word.startswith("/") else []
         if before.split() == ["/set"]:
             known = list(_NUMBERS)

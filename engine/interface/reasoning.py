@@ -17,7 +17,7 @@ _TOKENS = NumberRange(low=0, integer=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningBudget:
-    """How long an answer may reason.
+    """A limit on the reasoning of an answer.
 
     Attributes:
         tokens: of reasoning at most, the marks around it and the last words not counted.

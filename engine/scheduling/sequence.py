@@ -168,7 +168,7 @@ class Sequence:
 
     @property
     def mask(self) -> Constraint | None:
-        """What says which tokens may come next; None where any may."""
+        """The constraint on the next tokens; None where any may come."""
         constraint = self.constraint
         return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
 

@@ -221,7 +221,7 @@ def _meet(first: Ranges, second: Ranges) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """How the places of a part follow each other: its characters, or its lexemes.
+    """The order of the places of a part: its characters, or its lexemes.
 
     Attributes:
         empty: the part may be nothing.

@@ -86,7 +86,7 @@ class Reading:
 
 
 def described(name: str, description: str | None) -> str:
-    """What a label stands for."""
+    """The meaning of a label."""
     return f"{name} - {description}" if description else name
 
 

@@ -15,7 +15,7 @@ from server.answering.prompt import Prompt, Room, encode_fitting
 from server.context import Service
 from server.errors import ApiError
 
-# What vocabularies call the tokens before the prefix, the suffix and the middle.
+# Names that vocabularies give the tokens before the prefix, the suffix and the middle.
 _TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -42,7 +42,7 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How a model is asked to fill in the middle.
+    """The prompt format of a model that fills in the middle.
 
     Attributes:
         prefix, suffix, middle: the tokens that open these parts.
@@ -59,7 +59,7 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> Infilling | None:
-        """That of a model with this tokenizer; None if it has no such tokens."""
+        """The format of a model with this tokenizer; None if it has no such tokens."""
         if tokenizer is None:
             return None
         for names in _TOKENS:
@@ -73,7 +73,7 @@ class Infilling:
 
     @classmethod
     def need(cls, service: Service, param: str) -> Infilling:
-        """That of the served model.
+        """The format of the served model.
 
         Raises:
             ApiError: it has no such tokens.

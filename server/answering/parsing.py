@@ -24,7 +24,7 @@ _CALLS = "calls_"  # how regions of calls are named, their numbers behind
 _SPACE = " \t\r\n"
 # Fed behind the answer's end: no mark holds it, so that whatever might have been the beginning of one is settled.
 _END = "\0"
-# What ends reasoning that may not go on.
+# Last words of reasoning that reached its limit.
 _LAST_WORDS = "\n\nThat is enough thinking; I answer now.\n"
 _ANYWHERE = {"start_anchor_pattern": r"\A"}
 

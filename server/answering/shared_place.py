@@ -54,7 +54,7 @@ class SharedPlace:
         await self._place.measured([sum(tokens[slot :: self._slots]) for slot in range(self._slots)])
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer."""
+        """Count this many of a prompt's tokens as no longer waiting."""
         tokens = min(tokens, self._tokens[index])
         self._tokens[index] -= tokens
         self._place.progressed(self._slot(index), tokens)

@@ -120,7 +120,7 @@ def _refuse_echo(echo: bool | None) -> None:
 
 
 def _given_names(body: BaseModel, names: Iterable[str]) -> list[str]:
-    """Those of the fields that ask for something."""
+    """The fields of them that ask for something."""
     return [name for name in names if getattr(body, name) not in (None, False)]
 
 
@@ -134,7 +134,7 @@ def _with_default(params: SamplingParams, service: Service, length: int) -> Samp
 
 
 def _given(params: Any) -> dict[str, Any]:
-    """What of the parameters is not the default, as JSON."""
+    """The parameters that differ from the default, as JSON."""
     found = {}
     for each in dataclasses.fields(params):
         value = getattr(params, each.name)

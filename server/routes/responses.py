@@ -68,7 +68,7 @@ async def count_input_tokens(
     response: Response,
     service: ServiceDep,
 ) -> InputTokens:
-    """How many tokens the prompt has that /v1/responses makes of the same body."""
+    """Count the tokens of the prompt that /v1/responses makes of the same body."""
     ignored: Ignored = set()
     _, chat, _ = await _read(body, request, service, ignored)
     response.headers.update(ignored_header(ignored))
@@ -203,7 +203,7 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
 
 
 async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
-    """What a stored conversation holds."""
+    """The content of a stored conversation."""
     conversations = store_of(service, "conversation").conversations
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:

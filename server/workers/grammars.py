@@ -19,5 +19,5 @@ def try_grammar(params: StructuredOutputsParams) -> None:
 
 @functools.cache
 def load_trial() -> Trial:
-    """What compiles. It takes longer to load than most grammars to compile."""
+    """The library that compiles grammars. It takes longer to load than most grammars to compile."""
     return Trial()

@@ -1,4 +1,4 @@
-"""How models write calls of functions."""
+"""Formats in which models write calls of functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """How an argument is written: begin NAME middle VALUE end.
+    """The format of an argument: begin NAME middle VALUE end.
 
     Attributes:
         middle_of_json: stands there instead of `middle` where the value is JSON and no text, if that is told apart.
@@ -22,7 +22,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """How a model of the family writes calls: first, then begin NAME middle ARGUMENTS end for each, then last.
+    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each, then last.
 
     Attributes:
         between: stands between two calls; None where there can be only one.

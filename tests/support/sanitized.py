@@ -1,4 +1,4 @@
-"""What runs under AddressSanitizer (`test_native_sanitizer.py`): readers of files that are damaged, and kernels."""
+"""Code to run under AddressSanitizer (`test_native_sanitizer.py`): readers of files that are damaged, and kernels."""
 
 from __future__ import annotations
 
