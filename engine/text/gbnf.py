@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from engine.text.grammar_tokens import grammar_tokens
+
 MAX_LEXEME = 20_000  # characters of a regular expression; larger parts are divided
 MAX_PLACES = 1_500  # lexemes in the whole grammar, each as often as it stands there
 MAX_PAIRS = 3_000_000  # of places, and of characters in them, that are compared: about a second
@@ -69,22 +71,10 @@ def gbnf_to_lark(text: str) -> str:
     Raises:
         ValueError: says what cannot be read or translated.
     """
-    rules = _Reader(_tokens(text)).rules()
+    rules = _Reader(grammar_tokens(_TOKEN, text)).rules()
     if "root" not in rules:
         raise ValueError("the grammar has no rule root")
     return _Translation(rules).lark()
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    found, at = [], 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
-        if token is None:
-            raise ValueError(f"the grammar cannot be read at {text[at : at + 20]!r}")
-        at, kind = token.end(), token.lastgroup or ""
-        if kind != "space":
-            found.append((kind, token.group()))
-    return found
 
 
 class _Reader:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.text.grammar_tokens import grammar_tokens
+
 _MOST_CHARACTERS = 50_000  # of the grammar, and of a rule that is written out
 _MOST_IN_ALL = 1_000_000  # of all rules that are written out, each as often as its name stands
 _TOKEN = re.compile(
@@ -49,23 +51,11 @@ def lark_to_regex(grammar: str) -> str:
     return _Expander(_rules(grammar)).expanded("start")
 
 
-def _tokens(grammar: str) -> list[Token]:
-    found, at = [], 0
-    while at < len(grammar):
-        token = _TOKEN.match(grammar, at)
-        if token is None:
-            raise ValueError(f"the grammar cannot be read at {grammar[at : at + 20]!r}")
-        at, kind = token.end(), token.lastgroup or ""
-        if kind != "space":
-            found.append((kind, token.group()))
-    return [*found, ("line", "\n")]
-
-
 def _rules(grammar: str) -> dict[str, list[Token]]:
     """The tokens of each rule's body, by its name."""
     rules: dict[str, list[Token]] = {}
     line: list[Token] = []
-    for token in _tokens(grammar):
+    for token in [*grammar_tokens(_TOKEN, grammar), ("line", "\n")]:
         if token[0] != "line":
             line.append(token)
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, NoReturn
 
-from fastapi import APIRouter, Body, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Path, Request, Response
 
 from engine import parse_bytes
 from server.answering.keeping import asked, store_of, tenant_of
@@ -12,6 +12,7 @@ from server.answering.reading import Ignored, fail
 from server.answering.response_input import Item, read_items
 from server.api import examples
 from server.api.fields import ignored_header
+from server.api.paging import After, Limit, Order
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import (
     ConversationDeleted,
@@ -31,7 +32,6 @@ plain = APIRouter()
 
 _ENDPOINT = "/v1/conversations"
 _ITEMS = f"{_ENDPOINT}/{{conversation_id}}/items"
-MAX_LISTED = 100  # items of a page, as at OpenAI
 
 Id = Annotated[str, Path(max_length=256)]
 ItemId = Annotated[str, Path(max_length=256)]
@@ -89,9 +89,9 @@ async def list_items(
     conversation_id: Id,
     request: Request,
     service: ServiceDep,
-    after: Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc or desc (default)")] = "desc",
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
 ) -> ItemList:
     """List the items, the last one first by default."""
     conversations, tenant = store_of(service, "conversations").conversations, tenant_of(request)

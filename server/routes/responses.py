@@ -23,6 +23,7 @@ from server.answering.streaming import EventStream, Wanted
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
 from server.api.fields import ignored_header
+from server.api.paging import After, Limit, Order
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
 from server.api.schemas import MAX_MESSAGES
@@ -36,7 +37,6 @@ counting = APIRouter(route_class=StrictJsonRoute)
 stored = APIRouter()
 
 _ENDPOINT = "/v1/responses"
-MAX_LISTED = 100  # items of a page, as at OpenAI
 MAX_EVENT = 2**31 - 1  # number of an event
 
 ResponseId = Annotated[str, Path(max_length=256)]
@@ -161,9 +161,9 @@ async def list_input_items(
     response_id: ResponseId,
     request: Request,
     service: ServiceDep,
-    after: Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc or desc (default)")] = "desc",
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
 ) -> ItemList:
     """List the input items of a response's request. The items of earlier turns are listed with their own responses."""
     kept = await _kept(service, response_id, tenant_of(request))
