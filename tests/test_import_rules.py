@@ -194,6 +194,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.pooled",
         "engine.pooled.vectors",
         "engine.text.conversations",
+        "engine.text.grammar_tokens",
         "engine.text.grammars",
         "engine.text.processor",
     }
