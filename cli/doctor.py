@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import healthcheck
+from cli.terminal.paragraphs import filled
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
 from engine.host import gpus
@@ -90,9 +91,10 @@ def report(findings: list[Finding], *, json: bool = False) -> str:
     lines = []
     for finding in findings:
         verdict = styled(f"{finding.verdict:<4}", _STYLES[finding.verdict])
-        lines.append(f"{verdict}  {finding.check:<{width}}  {finding.found}")
+        column = " " * (width + 8)
+        lines.append(f"{verdict}  {finding.check:<{width}}  {filled(column + finding.found, sys.stdout).lstrip()}")
         if finding.fix:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+            lines.append(f"{column}-> {filled(f'{column}   {finding.fix}', sys.stdout).lstrip()}")
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}
     problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return "\n".join([*lines, problems or "No problems found."])

@@ -72,17 +72,6 @@ def test_the_overview_shows_the_commands_in_their_groups() -> None:
     assert ESCAPE not in run.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.slow
-def test_every_command_has_help(name: str) -> None:
-    for kind in ("", *dict(COMMANDS[name].kinds)):
-        run = octavo(*filter(None, [name, kind]), "--help")
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.startswith(f"usage: octavo {name}")
-        assert "--no-color" in run.stdout
-    assert octavo("help", name).stdout == octavo(name, "--help").stdout
-
-
 def test_the_overview_and_the_families_are_there_at_once() -> None:
     """Neither torch nor anything of the server is imported for what needs none."""
     code = (

@@ -85,7 +85,7 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
 def _own() -> dict[str, str]:
     """The variables that the child gets in any case."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console"}
+    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
 
 
 @contextlib.contextmanager

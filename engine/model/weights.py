@@ -41,7 +41,7 @@ def load_model(
     backend: AttentionBackend,
     max_model_len: int,
     max_encoder_len: int | None = None,
-    show_progress: bool = True,
+    show_progress: bool | None = None,
     quantization: Wanted | None = None,
     quantization_cache: str | None = "off",
     pack: bool = False,
@@ -106,7 +106,7 @@ def load_model(
             logger.info("Weights of %s: %s, %s.", checkpoint.path, title, becomes)
         bar = tqdm(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
-            disable=not show_progress,
+            disable=None if show_progress is None else not show_progress,  # None: unless in a terminal
         )  # fmt: skip
         if quantization is None and not (pack and device.type == "cpu"):
             with bar:

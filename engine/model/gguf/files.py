@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -34,3 +35,16 @@ def single_file(folder: Path) -> Path | None:
             )
         raise ModelLoadError(f"{folder} contains {len(found)} GGUF files ({names}). Choose one, such as {whole[0]}.")
     return found[0]
+
+
+def mentions_chat_template(path: Path) -> bool:
+    """Whether the metadata of a GGUF file has a chat template; True also if the file cannot be searched.
+
+    Metadata stand before the list of tensors, so the search ends at its first well-known name.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.find(b"token_embd.weight")
+            return end < 0 or content.find(b"tokenizer.chat_template", 0, end) >= 0
+    except (OSError, ValueError):  # ValueError: an empty file
+        return True  # loading it will say what is wrong
