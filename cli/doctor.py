@@ -127,7 +127,7 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
 
 
 def check_kernels(facts: TorchFacts) -> Finding:
-    """What a CPU computes faster than torch does is there, or will be compiled at the first start."""
+    """Check that a CPU's own kernels exist, or will be compiled at the first start."""
     if facts.kernels:
         return Finding("kernels", "ok", facts.kernels)
     fix = "Install a C++ compiler (g++): the first start then builds kernels that make a CPU faster."
@@ -237,7 +237,8 @@ def check_memory(facts: ModelFacts) -> Finding:
 
 
 def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
-    """What of long prompts torch's flash attention would compute, asked for or not: it is tried on the GPU."""
+    """Try on the GPU which parts of long prompts torch's flash attention would compute, whether it is asked for or
+    not."""
     from engine import inspect_flash
 
     check = "flash prefill"
@@ -290,7 +291,7 @@ def _size(count: int) -> str:
 
 
 def _split(message: object, fix: str = "") -> tuple[str, str]:
-    """What is wrong, and the advice that follows it; `fix` if none does."""
+    """Split a message into the problem and the advice that follows it; `fix` is the advice if none does."""
     found, _, advice = str(message).partition(". ")
     return found.rstrip("."), advice or fix
 
@@ -351,7 +352,8 @@ def check_listening(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Finding:
-    """Why the address cannot be bound. A service of Octavo's is no fault: one may look beside it, before a restart."""
+    """The reason why the address cannot be bound. A service of Octavo is no fault: a user may check beside it before
+    a restart."""
     served = _octavo_there(settings)
     if served is not None:
         another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"

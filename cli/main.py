@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own_the_process(command: str, arguments: list[str]) -> None:
-    """What only a process that is ours may change."""
+    """Change signals and streams, which only a process of our own may do."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # something else stands there
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]

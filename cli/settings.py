@@ -1,4 +1,4 @@
-"""From a command line to settings: flags before variables before the file before defaults, and which it was."""
+"""Settings from a command line, with their sources. Precedence: flag, variable, file, default."""
 
 from __future__ import annotations
 
@@ -198,6 +198,6 @@ def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
 
 
 def print_notes(loaded: Loaded) -> None:
-    """What the variables say that sets nothing, on stderr."""
+    """Print the notes on variables that set nothing, on stderr."""
     for note in loaded.notes:
         print(filled(f"octavo: {note}", sys.stderr), file=sys.stderr)

@@ -75,8 +75,8 @@ class ModelFacts:
         architecture: the name in its config.json.
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
-        weights: size of the parameters in that dtype, or as few bits as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no weights of few bits.
+        weights: size of the parameters in that dtype, or quantised as the settings say.
+        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
         resident: what the engine's process takes on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
@@ -90,7 +90,7 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
+        stored: of a GGUF file, or of a checkpoint with quantised weights, how many bytes are in each format, the most
             first (`Checkpoint.stored_bytes`).
         hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.

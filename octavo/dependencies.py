@@ -9,7 +9,7 @@ _OWN = ("octavo", "engine", "server", "cli")
 
 
 def explain(error: ModuleNotFoundError) -> str | None:
-    """What to do about a missing package; None if the missing module is Octavo's own."""
+    """A sentence that says what to do about a missing package; None if the missing module is Octavo's own."""
     name = (error.name or "").partition(".")[0]
     if not name or name in _OWN:
         return None

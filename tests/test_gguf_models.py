@@ -382,7 +382,7 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert "use llama.cpp's defaults, temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
     decoding = engine.info.decoding
     assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
-    assert f"Weights of {llama}: GGUF (Q8_0" in caplog.text
+    assert f"The weights of {llama} are GGUF (Q8_0" in caplog.text
     assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
     with caplog.at_level("INFO", logger="octavo.server"):
         log_facts(engine.info, None, "tiny")
@@ -409,7 +409,7 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama)]) == 0
     shown = capsys.readouterr().out
     assert "tokenizer      none" in shown
-    assert "MiB in stored, on cpu" in shown
+    assert "MiB packed as stored, on cpu" in shown
     assert "tokens fit at a time" in shown
     assert f"octavo serve {llama} --tokenizer NAME" in shown
     assert main(["models", str(llama), "--json"]) == 0

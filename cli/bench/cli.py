@@ -168,7 +168,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """What is written at the end can be written.
+    """Check that the result files can be written at the end.
 
     Raises:
         OptionError: it cannot.

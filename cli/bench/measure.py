@@ -14,7 +14,8 @@ OVERLOADED = "http 503"
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """With linear interpolation between the two nearest, as numpy's default; `ordered` ascends, not empty."""
+    """A percentile, with linear interpolation between the two nearest values, as numpy's default. `ordered` ascends
+    and is not empty."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -23,7 +24,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one latency, in seconds; `percentiles` in the order of `PERCENTILES`."""
+    """The distribution of one latency, in seconds; `percentiles` in the order of `PERCENTILES`."""
 
     count: int
     mean: float
@@ -34,7 +35,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None for no values."""
+        """The distribution of these values; None if there are none."""
         if not values:
             return None
         ordered = sorted(values)
@@ -46,7 +47,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a request must keep to count for the goodput, in seconds; None: anything."""
+    """The limits that a request must keep to count for the goodput, in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table, a JSON file, plots; for one load or for several levels of it."""
+"""The results of a benchmark: a table, a JSON file, plots; for one load or for several levels of it."""
 
 from __future__ import annotations
 

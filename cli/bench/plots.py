@@ -89,7 +89,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _draw_latencies(runs: Sequence[Run]) -> Any:
-    """Of one load histograms; of several levels the share of values that each latency covers."""
+    """Draw histograms for one load; for several levels, draw the share of values that each latency covers."""
     figure, axes = _panels(len(_LATENCIES), _title(runs))
     for axis, (label, values_of) in zip(axes, _LATENCIES, strict=True):
         axis.set_xlabel(f"{label} in ms")

@@ -1,4 +1,4 @@
-"""What is noted of one request while its answer arrives."""
+"""The notes on one request, taken while its answer arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNKNOWN = -1  # of the number of tokens in an event
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no complete answer.
+    """The reason why a request has no complete answer.
 
     Attributes:
         kind: "http 503" and the like, "timeout", "connection", "stream error", "incomplete" or "interrupted".
@@ -64,7 +64,8 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """As the server counted them; else as the events say, of which unknown ones count one."""
+        """The number of tokens that the server counted; else the sum over the events, in which an unknown number
+        counts as one."""
         if self.completion_tokens is not None:
             return self.completion_tokens
         return sum(1 if count == UNKNOWN else count for count in self.counts)

@@ -25,7 +25,7 @@ _LATENCIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a run was made with.
+    """The settings of a run.
 
     Attributes:
         server: url, model, version and max_model_len; None for what is not known.
@@ -93,7 +93,7 @@ def notes(summary: Summary, facts: Facts) -> list[str]:
 
 
 def table(summary: Summary, facts: Facts) -> str:
-    """For people."""
+    """The report as a table, for people."""
     server = facts.server
     title = facts.title + (f", version {server['version']}" if server["version"] else "")
     lines = [printable(title), ""]
@@ -134,8 +134,8 @@ def table(summary: Summary, facts: Facts) -> str:
 
 
 def document(summary: Summary, facts: Facts, records: Sequence[Record] | None = None) -> dict[str, Any]:
-    """For programs: latencies in milliseconds; with `records` a row per request, whose times are seconds after
-    the first request was due."""
+    """The report as JSON, for programs: latencies in milliseconds. With `records`, it has a row per request, whose
+    times are seconds after the first request was due."""
     result: dict[str, Any] = {
         "benchmark": facts.benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -47,7 +47,7 @@ class _Server:
 
     @property
     def room(self) -> str:
-        """What it has room for."""
+        """The model's limits in words, for errors."""
         context = f"the server's context of {self.max_model_len} tokens (max_model_len)"
         return context if self.max_encoder_len is None else f"{context}, or its encoder's of {self.max_encoder_len}"
 
@@ -190,7 +190,7 @@ async def _workload(
 
 
 def _count(args: argparse.Namespace, trace: list[TraceRow] | None) -> int | None:
-    """How many requests there are to send; None: as many as the duration allows."""
+    """The number of requests to send; None: as many as the duration allows."""
     if trace is not None:
         if args.num_requests is not None and args.num_requests > len(trace):
             raise OptionError(f"--num-requests is {args.num_requests}, but {args.trace} holds {len(trace)} requests.")

@@ -1,4 +1,4 @@
-"""What is sent: the requests' bodies, in order, made one at a time."""
+"""The bodies of the requests to send, in order, made one at a time."""
 
 from __future__ import annotations
 

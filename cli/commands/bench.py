@@ -10,7 +10,7 @@ KINDS = dict(COMMANDS["bench"].kinds)
 
 
 def parser(kind: str = "") -> OneLineParser:
-    """Of one kind, or of the command that has them."""
+    """The parser of one kind, or of the command that has them."""
     if kind == "serve":
         from cli.bench.cli import add_arguments
 

@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def families() -> list[dict[str, Any]]:
-    """What each family is called, brings, and serves."""
+    """The name, the features and the tasks of each family."""
     rows: list[dict[str, Any]] = json.loads(_LISTED.read_text(encoding="utf-8"))
     return rows
 
@@ -88,7 +88,7 @@ def _is_checkpoint(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What is known of a checkpoint: lines for people, values for programs."""
+    """Facts about a checkpoint: lines for people, values for programs."""
 
     supported: bool
     message: str
@@ -145,7 +145,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
-    weights = f"{_mebi(facts.weights)} in {facts.quantization or facts.dtype}, on {facts.device}"
+    form = "packed as stored" if facts.quantization == "stored" else f"in {facts.quantization or facts.dtype}"
+    weights = f"{_mebi(facts.weights)} {form}, on {facts.device}"
     if facts.weights_as_stored and facts.quantization is None:
         weights += f"; {_mebi(facts.weights_as_stored)} with --quantization stored"
     shown.append(("weights", weights, facts.weights))

@@ -40,7 +40,7 @@ class Model:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The model's place, in words."""
         return "loaded here" if self.here else f"at {self.wire.place.url}"
 
     @property
@@ -78,7 +78,7 @@ class Model:
         )
 
     def count(self, body: dict[str, Any]) -> int | None:
-        """How many tokens a prompt or messages have; None if the server cannot say."""
+        """The number of tokens of a prompt or of messages; None if the server cannot say."""
         try:
             answer = self.wire.json("POST", "/tokenize", {"model": self.id, **body})
         except TalkError:

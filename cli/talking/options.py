@@ -81,7 +81,7 @@ def _seconds(text: str) -> float:
 
 
 def add_decoding(parser: OneLineParser, *, beams: bool) -> None:
-    """How answers are decoded; the help is `SamplingParams`'."""
+    """Add the flags for decoding; their help is that of `SamplingParams`."""
     _add(parser, "sampling", SAMPLING)
     _add(parser, "penalties", PENALTIES)
     if beams:
@@ -103,7 +103,7 @@ def _add(parser: OneLineParser, title: str, names: tuple[str, ...]) -> None:
 
 
 def _about(name: str) -> str:
-    """What a flag does, with its default in brackets, as in the help of all flags."""
+    """The help of a flag, with its default in brackets, as in the help of all flags."""
     text = _DOCS[name]
     default = _DEFAULT.search(text.removesuffix("."))
     if default is None:
@@ -162,7 +162,7 @@ def loading(given: argparse.Namespace) -> list[str]:
 
 
 def default_url() -> str:
-    """Where `octavo serve` serves by default."""
+    """The default address of `octavo serve`."""
     return f"http://127.0.0.1:{default_port()}"
 
 

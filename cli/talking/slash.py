@@ -1,4 +1,4 @@
-"""What can be done in a chat besides talking: lines that begin with a slash."""
+"""The commands of a chat: lines that begin with a slash."""
 
 from __future__ import annotations
 

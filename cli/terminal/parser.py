@@ -39,7 +39,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, problem_text(self.prog, f"{text} (see {self.prog} --help)") + "\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; an unknown flag, or one argument too many, ends the process."""
+        """Parse as argparse does; an unknown flag, or one argument too many, ends the process."""
         given, rest = self.parse_known_args(args, namespace)
         for argument in rest:
             if argument.startswith("-") and argument != "-":

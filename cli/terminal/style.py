@@ -52,7 +52,7 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
 
 
 def harmless(text: str, stream: TextIO | None = None) -> str:
-    """What a model wrote, without what would command a terminal; a pipe gets it as it is."""
+    """A model's text without characters that command a terminal; a pipe gets it unchanged."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return text

@@ -39,7 +39,7 @@ def check_weights_fit(
     A CPU's system hands out memory that it does not have, and kills the process that uses it.
 
     Args:
-        scheme: how weights of few bits are stored.
+        scheme: how quantised weights are stored.
         utilization: share of a GPU's memory that may be used.
 
     Raises:
@@ -131,7 +131,7 @@ def find_quantization(
 
     Args:
         path: of the checkpoint.
-        scheme: how the checkpoint stores weights of few bits, which may say what they are to be; where a GPU has no
+        scheme: how the checkpoint stores quantised weights, which may say what they are to be; where a GPU has no
             kernels for that they are plain there.
 
     Raises:

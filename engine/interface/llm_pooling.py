@@ -1,5 +1,4 @@
-"""What `LLM` makes of texts and images without writing any: vectors, scores, classes, answers, entities, masked
-tokens."""
+"""The methods of `LLM` that do not generate text: vectors, scores, classes, answers, entities, masked tokens."""
 
 from __future__ import annotations
 
@@ -203,7 +202,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[ScoreOutput]:
-        """How well texts go together: one with each of several, or each of several with its counterpart.
+        """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
 
         A model with one class reads both texts together (a cross-encoder), and its score is what its config's
         activation makes of its number. Of a model that embeds, it is the cosine of the two vectors, of one that
@@ -407,7 +406,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[FillMaskOutput]:
-        """For each mask of each input, the most probable tokens in its place.
+        """The most probable tokens for each mask of each input.
 
         Several masks of an input are predicted independently, each beside the others.
 

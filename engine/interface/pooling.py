@@ -34,7 +34,7 @@ _LACKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What to make of an input's hidden states.
+    """The parameters of a pooling request: the result that is made of an input's hidden states.
 
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
@@ -129,7 +129,7 @@ class Pooling:
 
 
 def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int) -> Pooling:
-    """What a request for an input of so many tokens asks of this model.
+    """The complete settings of a pooling request, for this model and an input of so many tokens.
 
     Raises:
         InvalidRequestError: the model cannot do it, or a parameter is impossible for it.

@@ -1,4 +1,4 @@
-"""What a caller hands in: inputs and parameters, frozen and validated at the border.
+"""Requests as a caller hands them in: inputs and parameters, frozen and validated at the border.
 
 Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
 where the model has none, the value given in the field's description. Names are vLLM's.
@@ -133,7 +133,7 @@ EngineInput = TokenInput | Seq2SeqInput | PixelInput | AudioInput | Sequence[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to decode one request.
+    """The decoding parameters of one request.
 
     Attributes:
         max_tokens: most tokens to generate (default: the model's own, else 16).

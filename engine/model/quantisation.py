@@ -74,7 +74,7 @@ def size_of(outputs: int, inputs: int, kind: Held) -> int:
 
 
 def warn_if_slow(device: torch.device) -> None:
-    """Say in the log what weights of few bits cost without kernels of our own."""
+    """Say in the log what quantised weights cost without kernels of our own."""
     if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
             "Octavo's own kernels are missing (see octavo doctor), so torch expands the quantized weights in every "
@@ -93,7 +93,7 @@ def form_on(device: torch.device, kind: Quantization) -> Form:
 
 
 def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """The weight [outputs, inputs] in few bits, on the CPU.
+    """The weight [outputs, inputs], quantised, on the CPU.
 
     Args:
         form: int8 alone can be rotated; int8-fast is plain in any form.
@@ -164,7 +164,7 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
 
 
 def on_device(weight: Tensor | gemm.Weight, kind: Held, device: torch.device) -> Quantised:
-    """A weight in few bits on a device that is no CPU's; quantised on the CPU if it is plain.
+    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU.
 
     Raises:
         ConfigError: no device but a CPU multiplies with this kind.

@@ -53,7 +53,7 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Conv1d(Transposed):
-    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] in few bits, since
+    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] if quantised, since
     libraries that quantise make a linear layer of it, and in GGUF files."""
 
 

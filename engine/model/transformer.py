@@ -152,7 +152,7 @@ class Transformer(nn.Module):
             self.twin._make_ready()
 
     def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
-        """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
+        """Size of the parameters. Quantised ones are included if they are on a GPU, or not made yet.
 
         Args:
             quantization: what matrices that are not packed yet will become.

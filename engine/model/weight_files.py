@@ -139,12 +139,12 @@ class Checkpoint:
         self.names = renamed
 
     def shape(self, name: str) -> torch.Size:
-        """Of a matrix of few bits that of what it holds."""
+        """The shape of a tensor; of a quantised matrix, that of the numbers that it holds."""
         packed = self._packed.get(self.names[name])
         return torch.Size(self._slice(name).get_shape()) if packed is None else packed[0].shape
 
     def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …; that in which a matrix of few bits is read."""
+        """The stored format, in safetensors' words: F32, BF16 …; that in which a quantised matrix is read."""
         packed = self._packed.get(self.names[name])
         return str(self._slice(name).get_dtype()) if packed is None else packed[0].format
 
@@ -179,7 +179,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored, or what a matrix of few bits holds.
+        """A tensor as it is stored, or what a quantised matrix holds.
 
         Args:
             dtype: what the tensor will be rounded to, which saves memory where it is done at once.
@@ -191,7 +191,7 @@ class Checkpoint:
         return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
-        """What of ours a matrix of few bits is, but for the rounding of minima; None for nothing."""
+        """What of ours a quantised matrix is, but for the rounding of minima; None for nothing."""
         place = self.names[name]
         if place in self._packed:
             return self._packed[place][0].kind
@@ -207,7 +207,7 @@ class Checkpoint:
         return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def few_bits(self, name: str) -> bool:
-        """Whether a tensor is stored in few bits, of whatever kind."""
+        """Whether a tensor is stored quantised, of whatever kind."""
         place = self.names[name]
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
@@ -235,12 +235,12 @@ class Checkpoint:
         return found
 
     def by_outputs(self, name: str) -> bool:
-        """Whether what transformers' Conv1D has [in, out] is stored [out, in]: in few bits, and in GGUF files."""
+        """Whether what transformers' Conv1D has [in, out] is stored [out, in]: if it is quantised, and in GGUF files."""
         return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
 
     @property
     def has_few_bits(self) -> bool:
-        """Whether any tensor is stored in few bits."""
+        """Whether any tensor is stored quantised."""
         return any(map(self.few_bits, self.names))
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:

@@ -2,7 +2,7 @@
 
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
 for each, int8 with a scale for each output ("int8_fast"), or the blocks of a GGUF file in their own bits. Sums are
-float32; for few bits the activations are quantised too, with a scale for each group, and sums are integers first.
+float32; for quantised weights, the activations are quantised too, with a scale for each group, and sums are integers first.
 Where groups of int8 weights are `rotate`d, those of activations are, too. A row of y is the same to the bit whatever
 other rows there are, and however many threads.
 
@@ -87,7 +87,7 @@ _weights = Arena()
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
+    """A quantised weight [outputs, inputs], as it may be kept: the same on every machine.
 
     Attributes:
         values: int8 [outputs, inputs], of rotated groups [outputs, groups * GROUP]; or, of 4 bits, uint8
@@ -184,7 +184,7 @@ class Joined:
 
 
 Weight = Quantised | Blocks | Joined
-"""A weight of few bits."""
+"""A quantised weight."""
 
 
 def rotate(groups: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
+"""Products with weights of 8 and 4 bits on a GPU, which read them packed and widen them in registers.
 
 A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
 (`engine.backends.native.gemm.Quantised`), in memory as there: 8.5 bits for each in plain groups, and 5. One row alone

@@ -142,7 +142,7 @@ def _contents(file: Gguf) -> dict[str, Any]:
 
 
 def _dtype(file: Gguf) -> str:
-    """The format to compute in: that of the largest tensor, bfloat16 where it is stored in few bits."""
+    """The format to compute in: that of the largest tensor, bfloat16 where it is stored quantised."""
     import torch
 
     largest = max(file.tensors.values(), key=lambda info: info.size, default=None)

@@ -1,4 +1,4 @@
-"""Integers of few bits in 32-bit words, the first in the lowest bits."""
+"""Small integers in 32-bit words, the first in the lowest bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint stores matrices in few bits: which tensors one consists of, and what they hold."""
+"""The ways in which checkpoints store quantised matrices: the tensors of each, and the numbers that they hold."""
 
 from __future__ import annotations
 
