@@ -235,7 +235,7 @@ class Checkpoint:
         return found
 
     def by_outputs(self, name: str) -> bool:
-        """Whether what transformers' Conv1D has [in, out] is stored [out, in]: if it is quantised, and in GGUF files."""
+        """Whether the weight of a Conv1D of transformers, [in, out], is stored [out, in]: quantised, or in GGUF."""
         return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
 
     @property

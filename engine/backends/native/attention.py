@@ -265,7 +265,7 @@ def _check_formats(q: Tensor, kv: Paged | Ragged) -> None:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
     scales = (kv.key_scales, kv.value_scales) if isinstance(kv, Paged) else (None, None)
     if any((scale is None) != (kind != torch.int8) for scale in scales):
-        raise ValueError(f"scales belong to pages of int8, not to keys of {kind}")
+        raise ValueError(f"only int8 pages have scales, got keys of {kind}")
 
 
 def _slots(x: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
             f"{list(scales.shape)}"
         )
     if not values.is_contiguous() or not scales.is_contiguous():
-        raise ValueError("a weight's numbers, and its scales, must lie side by side")
+        raise ValueError("a weight's numbers, and its scales, must be contiguous")
     if x.shape[-1:] != (inputs,) or x.device != values.device:
         raise ValueError(
             f"{list(x.shape)} on {x.device} is not multiplied by {[len(values), inputs]} on {values.device}"

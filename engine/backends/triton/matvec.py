@@ -303,7 +303,7 @@ def _check(
     alone = norm is None and function is None
     if not serves(weight, alone=alone):
         raise ValueError(
-            f"a weight {list(_shape(weight))} is not multiplied: it must lie side by side"
+            f"a weight {list(_shape(weight))} cannot be multiplied: it must be contiguous"
             + ("" if alone else f", and have {_HELD} features at most beside a norm or an activation")
         )
     outputs, features = _shape(weight)
@@ -314,11 +314,11 @@ def _check(
     if x.shape != (1, features) or x.stride(1) != 1:
         raise ValueError(f"{list(x.shape)} of {x.dtype} is not multiplied by {[outputs, features]}")
     if gated and (outputs % 2 or function is None):
-        raise ValueError(f"{outputs} results have no two halves, or the first has no activation")
+        raise ValueError(f"{outputs} results cannot be gated: their number must be even, and they need an activation")
     if function is not None and function not in FUNCTIONS:
         raise ValueError(f"there is no activation {function!r}, only {', '.join(FUNCTIONS)}")
     if also is not None and stream is None:
-        raise ValueError("what is added to a stream needs one")
+        raise ValueError("to add the parts of a layer, the product needs the stream")
     for part, size in ((bias, outputs), (stream, outputs // (1 + gated)), (also, outputs // (1 + gated))):
         if part is not None and (part.numel() != size or part.dtype != x.dtype or not part.is_contiguous()):
             raise ValueError(f"{list(part.shape)} of {part.dtype} is not added to {size} results in {x.dtype}")

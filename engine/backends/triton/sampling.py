@@ -97,7 +97,7 @@ class LogitRows:
     def __init__(self, logits: Tensor, parameters: Parameters, room: Workspace):
         if logits.dim() != 2 or logits.shape[1] != room.vocabulary or len(logits) > room.rows or logits.stride(1) != 1:
             raise ValueError(
-                f"expected up to {room.rows} rows of {room.vocabulary} logits side by side, not {list(logits.shape)} "
+                f"expected up to {room.rows} rows of {room.vocabulary} contiguous logits, got {list(logits.shape)} "
                 f"with strides {logits.stride()}"
             )
         self.logits, self.parameters, self.room = logits, parameters, room
