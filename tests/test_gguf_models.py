@@ -229,7 +229,7 @@ def test_scales_that_no_half_holds_are_refused() -> None:
     format = find_format(12)
     assert format is not None
     octets = torch.full((1, format.size), 0x7B, dtype=torch.uint8)  # halves of 61,280 times integers of 6 bits
-    with pytest.raises(ModelLoadError, match=r"65,504, the largest half\. Use --quantization none"):
+    with pytest.raises(ModelLoadError, match=r"65,504, the largest float16\. Use --quantization none"):
         as_quantised(octets.flatten(), format, 1)
 
 

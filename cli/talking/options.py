@@ -36,8 +36,8 @@ _DOCS = field_docs(SamplingParams) | {
     "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
     "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's "
     "default]",
-    "presence_penalty": "lowers the logit of every token that the answer already has, from -2 to 2 [0]",
-    "frequency_penalty": "lowers a token's logit each time it occurs in the answer, from -2 to 2 [0]",
+    "presence_penalty": "amount subtracted from the logit of each token that the answer contains, from -2 to 2 [0]",
+    "frequency_penalty": "amount subtracted from a token's logit for each occurrence in the answer, from -2 to 2 [0]",
     "seed": "makes the answer reproducible",
     "stop": f"text that ends the answer. Repeat the flag for several texts, at most {MAX_STOP_STRINGS}. Not allowed "
     "with beams",

@@ -65,7 +65,7 @@ class LogMel:
             ValueError: it is longer than a window.
         """
         if len(samples) > self.window_samples:
-            raise ValueError(f"a window has at most {self.window_samples} samples, got {len(samples)}")
+            raise ValueError(f"a window may have at most {self.window_samples} samples, got {len(samples)}")
         # Frames lie around their places: the sound is mirrored at both ends.
         half = self.fft // 2
         sound = np.zeros(self.window_samples, dtype=np.float32)

@@ -514,7 +514,7 @@ def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Sou
     """
     if not first or not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
-            "text_1 and text_2 must be one text and one or several, or as many of one as of the other; got "
+            "text_1 and text_2 must be one text and one or several texts, or two lists of the same length; got "
             f"{len(first)} and {len(second)}.",
             param="text_2" if first else "text_1",
             code="invalid_value",
@@ -536,7 +536,7 @@ def _asked(question: str | Sequence[str], context: str | Sequence[str]) -> list[
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:
         raise InvalidRequestError(
-            f"question and context must be one text and one or several, or as many of one as of the other; got "
+            f"question and context must be one text and one or several texts, or two lists of the same length; got "
             f"{len(questions)} and {len(contexts)}.",
             param="context",
             code="invalid_value",

@@ -27,7 +27,7 @@ _LACKS = {
     "answer": "it has no head that finds answers",
     "entities": "it has no head that finds entities by labels",
     "fill_mask": "it has no masked-language-model head",
-    "token_embed": "it is no encoder of texts that gives vectors",
+    "token_embed": "it is not a text encoder that gives vectors",
     "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
 }
 

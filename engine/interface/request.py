@@ -370,7 +370,7 @@ class SamplingParams:
             fail("ignore_eos", "ignore_eos cannot be used with constraint: answers end where a title does.")
         for other in ("allowed_token_ids", "forced_eos_token_id", "structured_outputs"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
+                fail(other, f"{other} cannot be used with constraint, which sets the allowed tokens itself.")
 
     def _check_timestamps(self) -> None:
         if not self.timestamps:

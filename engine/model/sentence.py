@@ -356,7 +356,7 @@ def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ModelLoadError(f"{file}: prompts must be an object of names and texts.")
     if default is not None and default not in prompts:
-        raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, which is none of {', '.join(prompts)}.")
+        raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, but must be one of {', '.join(prompts)}.")
     return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
 
 
@@ -370,7 +370,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
         UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.
     """
     if not (module.folder / "config.json").is_file():
-        raise ModelLoadError(f"{module.file}: {module.folder} holds no config.json, so it is no transformer.")
+        raise ModelLoadError(f"{module.file}: {module.folder} has no config.json, so it is not a transformer.")
     files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
     file = next((file for file in files if file.is_file()), module.folder / _TRANSFORMER_CONFIGS[0])
     config = _object(file)
@@ -488,7 +488,7 @@ def _pooling_modes(module: _Module, config: dict[str, Any]) -> tuple[PoolingMode
         raise ModelLoadError(f"{module.folder / 'config.json'}: pooling_mode must be a name or a list of names.")
     for name in names:
         if name not in _MODES:
-            raise module.refusal(f"pooling_mode {name!r} is none of {', '.join(_MODES)}")
+            raise module.refusal(f"pooling_mode {name!r} must be one of {', '.join(_MODES)}")
     return tuple(_MODES[name] for name in names)
 
 

@@ -117,9 +117,7 @@ def _refuse_others(file: Path, values: Mapping[str, Any]) -> None:
     for name, served in _SERVED.items():
         value = values.get(name, _DEFAULTS.get(name))
         if value not in served:
-            raise UnsupportedModelError(
-                f"{file}: {name} is {value!r}, of which {' or '.join(map(repr, served))} is implemented."
-            )
+            raise UnsupportedModelError(f"{file}: {name} is {value!r}, but must be {' or '.join(map(repr, served))}.")
 
 
 def entity_head(config: Any) -> LabelledSpans | None:

@@ -109,7 +109,7 @@ def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
         )
     merges = [merge.split(" ") for merge in _texts(file, "merges")]
     if not merges or any(len(merge) != 2 for merge in merges):
-        raise _unsupported(file, "its tokenizer.ggml.merges are absent, or are no pairs")
+        raise _unsupported(file, "its tokenizer.ggml.merges are absent, or are not pairs")
     return {
         "normalizer": normalizer(name),
         "pre_tokenizer": split,
