@@ -1,4 +1,4 @@
-"""What a start says about the model that it serves: its name, its sizes, its endpoints."""
+"""The log lines at the start about the served model: its name, its sizes, its endpoints."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ class ServerSettings(BaseModel):
 
 
 class SettingsBase(ServerSettings, BaseSettings):
-    """What `Settings` adds to the service's settings and the engine's: where the values come from."""
+    """The sources of values, which `Settings` adds to the service's settings and the engine's."""
 
     model_config = SettingsConfigDict(
         env_prefix="OCTAVO_", env_ignore_empty=True, env_parse_none_str="null", cli_parse_none_str="null",
