@@ -1,4 +1,4 @@
-"""What a start would find, without starting: torch, the device, the checkpoint and the memory it takes."""
+"""An inspection of what a start would find, without starting: torch, the device, the checkpoint and its memory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """Where quantised weights are kept.
+    """The folder that keeps quantised weights.
 
     Attributes:
         folder: None where they are not.
@@ -138,7 +138,7 @@ class CacheFacts:
 
 
 def inspect_torch() -> TorchFacts:
-    """What torch says of itself."""
+    """The facts about the installed torch."""
     available = torch.cuda.is_available()
     kernels, no_kernels = native.prospect()
     return TorchFacts(
@@ -152,7 +152,7 @@ def inspect_torch() -> TorchFacts:
 
 
 def inspect_threads(config: EngineConfig) -> Threads:
-    """How many threads would compute on the CPU, and why."""
+    """The number of threads that would compute on the CPU, and the reason."""
     return choose_threads(config.threads, given_environment())
 
 

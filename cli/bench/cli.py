@@ -17,7 +17,7 @@ from cli.errors import BenchError, OptionError
 from engine.host.logs import printable
 
 DESCRIPTION = """\
-Sends requests to any OpenAI-compatible server and measures its answers.
+Send requests to any OpenAI-compatible server and measure its answers.
 
 The load is closed with --concurrency (so many requests at a time) or open
 with --request-rate (each is sent when it is due, however many still run); a

@@ -1,4 +1,4 @@
-"""What a load needs besides the checkpoint itself: memory, readable files, and how long inputs may be."""
+"""Checks of a load besides the checkpoint itself: memory, readable files, and the lengths of inputs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _instead(
     device: torch.device,
     quantization: Wanted | None,
 ) -> str:
-    """What to do about weights of so many bytes that a GPU has no memory for."""
+    """Advice about weights of so many bytes that a GPU has no memory for."""
     others = "a smaller model"
     if quantization is None:
         others += ", a 16-bit --dtype" * (dtype.itemsize > 2) + ", smaller weights (--quantization int8 or int4)"

@@ -1,4 +1,4 @@
-"""From hidden states to what pooling requests ask for."""
+"""The way from hidden states to the results of pooling requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory pages may take: what is left beside weights and the largest step, which is run at start.
+"""The memory of a GPU that pages may take: the rest beside weights and the largest step, which is run at start.
 
 The step holds `max_num_batched_tokens` tokens, of which as many as there may be rows are sampled, with all that makes
 a sampler's work hard; prompts whose tokens are scored, and encoder inputs, are run as well where the model has such.

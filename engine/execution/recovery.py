@@ -43,7 +43,7 @@ class TooLarge(Exception):
 
 
 class Recovery:
-    """What becomes of steps that fail, and what the last shortages of memory taught.
+    """The recovery from steps that fail, and the limits that the last shortages of memory taught.
 
     Args:
         scheduler: whose steps in flight they are.

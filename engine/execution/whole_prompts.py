@@ -119,7 +119,7 @@ def look_at_flash(
 
 
 def _too_short(max_tokens: int) -> str:
-    """Why steps hold no prompt that is long enough; "" if they do."""
+    """The reason why steps hold no prompt that is long enough; "" if they do."""
     if max_tokens >= (fewest := attention_flash.FEWEST):
         return ""
     return f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
@@ -132,7 +132,7 @@ def _own_attentions(model: Transformer) -> list[Attend]:
 
 
 def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
-    """Why torch's flash attention does not stand in for an attention; "" where it may."""
+    """The reason why torch's flash attention does not stand in for an attention; "" if it may."""
     assert model.decoder is not None
     return attention_flash.obstacle(
         model.dtype,

@@ -1,4 +1,4 @@
-"""What a checkpoint's preprocessor does with an image: preprocessor_config.json, and what its class does by itself."""
+"""The settings of a checkpoint's preprocessor of images: preprocessor_config.json, and the defaults of its class."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Preprocessing:
 
 
 def read_preprocessing(folder: Path) -> Preprocessing | None:
-    """What a checkpoint's folder says; None where it says nothing.
+    """Read the settings from a checkpoint's folder; None if it has none.
 
     Raises:
         UnsupportedModelError: a setting that is not implemented, or no setting at all; names it.

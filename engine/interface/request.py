@@ -344,7 +344,7 @@ class SamplingParams:
         check_no_beams(self.num_beams)
         for other in ("allowed_token_ids", "constraint"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with reasoning_budget, which lets other tokens come.")
+                fail(other, f"{other} cannot be used with reasoning_budget, which changes the allowed tokens itself.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

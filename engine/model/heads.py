@@ -1,4 +1,4 @@
-"""What reads the hidden states: the modules of heads."""
+"""The modules of heads, which read the hidden states."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("octavo.model")
 
 
 def at(model: str, revision: str | None) -> str:
-    """How messages name a model of the hub."""
+    """The name of a model of the hub in messages."""
     return f"{model} (revision {revision})" if revision else model
 
 

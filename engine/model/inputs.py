@@ -1,4 +1,4 @@
-"""What one pass through a stack is given."""
+"""The inputs of one pass through a stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.layers import CrossPages, Linear
 
 
 class Adapters(Protocol):
-    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
+    """The additions of low-rank adapters to products (arXiv:2106.09685); each row of a pass has one or none."""
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
         """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""

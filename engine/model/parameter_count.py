@@ -1,4 +1,4 @@
-"""How many parameters a config asks for, held against the files of its checkpoint."""
+"""The number of parameters that a config asks for, compared with the files of its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stack computes, as a flat list of operations on rows of features.
+"""The computation of a stack, as a flat list of operations on rows of features.
 
 The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
 list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's

@@ -118,7 +118,7 @@ class Matrix:
 
 
 class Cache:
-    """Where one model's quantised matrices are kept.
+    """The file that keeps one model's quantised matrices.
 
     Args:
         folder: of all entries; it is made if it is not there.

@@ -53,7 +53,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written. Sizes in bytes.
+    """The results of writing. Sizes in bytes.
 
     Attributes:
         quantised: how many stored matrices are quantised now.

@@ -157,7 +157,7 @@ class TokenVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What the folder says; of a folder without modules.json, the defaults.
+    """The settings of the folder; for a folder without modules.json, the defaults.
 
     Attributes:
         transformer: the folder that holds the transformer's config.json, weights and tokenizer.
@@ -226,7 +226,7 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
 
 
 def read_pipeline(root: Path) -> Pipeline:
-    """What sentence-transformers' configs in a checkpoint's folder say.
+    """Read sentence-transformers' configs in a checkpoint's folder.
 
     Raises:
         ModelLoadError: a file is missing or damaged, or its values are impossible.

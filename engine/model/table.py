@@ -20,7 +20,7 @@ from engine.model.spec import ModelSpec
 
 
 class Transform(Protocol):
-    """How source tensors lie in a parameter."""
+    """The layout of source tensors in a parameter."""
 
     def shapes(self, target: Size) -> list[Size]:
         """The shape that each source is stored in, for a parameter of this shape."""
@@ -332,7 +332,7 @@ def keeps_rows(transform: Transform) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a stored tensor of this shape goes: source number `place` of a parameter."""
+    """The destination of a stored tensor of this shape: source number `place` of a parameter."""
 
     parameter: Tensor
     transform: Transform
@@ -417,7 +417,7 @@ class WeightTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What Octavo knows about one family of checkpoints.
+    """The facts about one family of checkpoints.
 
     Attributes:
         name: for messages and for the table of families.

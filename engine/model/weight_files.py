@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def title(self) -> str | None:
-        """How weights are stored that are not plain tensors, for messages: `4-bit GPTQ`."""
+        """The way in which weights other than plain tensors are stored, for messages: `4-bit GPTQ`."""
         if self.scheme is not None:
             return self.scheme.title
         if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
@@ -103,8 +103,8 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> dict[str, int]:
-        """How many bytes are stored in each format, the most first: ggml's formats of a GGUF file; of others the
-        scheme's title, and for plain tensors safetensors' words."""
+        """The bytes in each stored format, the largest first: ggml's formats of a GGUF file; of others the scheme's
+        title, and for plain tensors safetensors' words."""
         if self.files[0].suffix == SUFFIX:
             return stored_formats(self.files[0])
         sizes: Counter[str] = Counter()
@@ -257,7 +257,7 @@ class Checkpoint:
         return made if packed.own is None or not own else as_blocks(made)
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a tensor."""
+        """The file's name for a tensor."""
         return self.names[name][1]
 
     def _read(self, place: tuple[Path, str], dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""How texts that were read apart are compared: by one vector each, by vectors of their tokens, or by sparse vectors."""
+"""The comparison of texts that were read apart: by one vector each, by vectors of their tokens, or by sparse
+vectors."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class PoolingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one forward pass computes.
+    """The work of one forward pass.
 
     Attributes:
         token_ids, positions: [T].

@@ -92,7 +92,7 @@ class Ending:
 
 @dataclass(slots=True)
 class BeamStep:
-    """What a step of beam search decided. Immutable by convention.
+    """The decisions of a step of beam search. Immutable by convention.
 
     Attributes:
         live: beams that go on, best first; empty when done.
@@ -271,7 +271,7 @@ def _length_factor(length: int, penalty: float) -> np.float32:
 
 
 def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], known: Sequence[int]) -> list[int]:
-    """How many output tokens of each answer can never change.
+    """The number of output tokens of each answer that can never change.
 
     Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept
     scores never change, so later hypotheses only push others down. What all of those have in common

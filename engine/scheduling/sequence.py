@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request while it is alive: its sequences and their progress.
+"""The scheduler's state of a request while it is alive: its sequences and their progress.
 
 Only the `Scheduler` changes these objects.
 """
@@ -223,7 +223,7 @@ class Sequence:
 
 
 class Status(Enum):
-    """Where a group is."""
+    """The state of a group."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""What an answer must look like, compiled: the constraints of structured output, by llguidance.
+"""Compiled formats of answers: the constraints of structured output, by llguidance.
 
 llguidance reads JSON schemas, regular expressions and Lark grammars, and says which tokens may come next: a few
 microseconds a token for most grammars. It is imported when the first one is asked for; the engine runs without it.

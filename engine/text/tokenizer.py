@@ -130,7 +130,7 @@ class Tokenizer:
 
     @property
     def class_name(self) -> str:
-        """Of the `transformers` tokenizer."""
+        """The class name of the `transformers` tokenizer."""
         return type(self._hf).__name__
 
     @property
@@ -202,7 +202,7 @@ class Tokenizer:
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """How the model's answers are to be parsed (`transformers`' response template), or None."""
+        """The template for parsing the model's answers (`transformers`' response template), or None."""
         template = getattr(self._hf, "response_template", None)
         return template if isinstance(template, Mapping) else None
 

@@ -1,4 +1,4 @@
-"""Which backend computes attention, chosen once at start."""
+"""The choice of the backend that computes attention, made once at start."""
 
 from __future__ import annotations
 

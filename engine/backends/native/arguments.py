@@ -1,4 +1,4 @@
-"""What kernels are told about tensors, and what is refused before they are."""
+"""The description of tensors for kernels, and the checks before it."""
 
 from __future__ import annotations
 

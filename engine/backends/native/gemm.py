@@ -168,7 +168,7 @@ class Blocks:
     inputs: int
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """As those of `Quantised`."""
+        """The tensors, as in `Quantised`."""
         return (self.values,)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Blocks:
@@ -555,7 +555,7 @@ class _Workspace(threading.local):
     _address = 0
 
     def address(self, size: int) -> int:
-        """Of at least `size` bytes, aligned; what was handed out before is no longer valid."""
+        """The address of at least `size` bytes, aligned; earlier addresses are no longer valid."""
         if size > self._bytes or self._memory is None:
             self._memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
             self._bytes = size

@@ -23,7 +23,7 @@ LONGEST_HEAD = 1024
 
 
 class Rotation(NamedTuple):
-    """How far each token is turned.
+    """The angles by which tokens are turned.
 
     Attributes:
         cos: [T, 1, head_dim]; its format is the one that rotation happens in.

@@ -1,4 +1,4 @@
-"""What sampling asks of rows of logits on a CPU, without sorting or copying them."""
+"""Sampling's operations on rows of logits on a CPU, without sorting or copying them."""
 
 from __future__ import annotations
 

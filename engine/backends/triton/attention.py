@@ -42,7 +42,7 @@ _STORED = {torch.int8: 1, FP8: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """What launches depend on.
+    """The device's properties that launches depend on.
 
     Attributes:
         capability: 80, 90, ...

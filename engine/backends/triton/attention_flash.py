@@ -114,7 +114,7 @@ def obstacle(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> str:
-    """Why torch's flash attention does not stand in for an attention; "" where it does.
+    """The reason why torch's flash attention does not stand in for an attention; "" if it does.
 
     Args:
         queries, pages: formats.

@@ -16,7 +16,7 @@ _LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is launched.
+    """The settings of a kernel's launch.
 
     Attributes:
         block_m: pairs of query and head of a tile.

@@ -110,7 +110,7 @@ def _power_of_2(least: float) -> int:
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """Of a GPU, as 80, 90, 100; 0 for the interpreter."""
+    """The compute capability of a GPU, as 80, 90, 100; 0 for the interpreter."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)

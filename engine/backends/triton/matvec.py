@@ -250,7 +250,7 @@ def product(
     dtype: torch.dtype | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """What is made of norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
+    """The product norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
 
     Args:
         weight: [outputs, features], in x's format or quantised with scales for groups; bias [outputs].

@@ -1,5 +1,5 @@
-"""From the projection of queries, keys and values to attention on a GPU, in one launch: norms of heads, rotary
-positions (arXiv:2104.09864), and the way of keys and values into their pages.
+"""The way from the projection of queries, keys and values to attention on a GPU, in one launch: norms of heads, rotary
+positions (arXiv:2104.09864), and the storage of keys and values in their pages.
 
 Separately that would be up to six kernels, each of which reads and writes what the one before it wrote; here each
 number is read once and written once. A program takes one token and about 1024 numbers of its queries, keys or values:

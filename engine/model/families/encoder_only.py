@@ -1,4 +1,4 @@
-"""What encoder-only families have in common: BERT's stack under their own names for it, and the usual heads."""
+"""The common part of encoder-only families: BERT's stack under their own names for it, and the usual heads."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def named_head(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """What a family calls the parts of a layer."""
+    """A family's names for the parts of a layer."""
 
     queries: str
     keys: str

@@ -111,7 +111,7 @@ class GgufSlice:
 
 
 def stored_formats(path: Path) -> dict[str, int]:
-    """How many bytes of a file are stored in each format, the most first.
+    """The bytes of a file in each stored format, the largest first.
 
     Raises:
         ModelLoadError, UnsupportedModelError: as `GgufWeights`.
