@@ -181,7 +181,9 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     try:
         facts = inspect_model(config)
     except NotDownloadedError as problem:
-        fix = f"octavo serve downloads it. To download it now: hf download {config.model}"
+        fix = "octavo serve downloads it."
+        if ":" not in config.model:  # a file of a repository, which hf does not know by that name
+            fix += f" To download it now: hf download {config.model}"
         yield Finding("model", "warn", *_split(problem, fix))
         return
     except OctavoError as problem:

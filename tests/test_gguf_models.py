@@ -379,7 +379,7 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert sum(facts.stored.values()) < llama.stat().st_size
     with caplog.at_level("INFO", logger="octavo"):
         engine = make_engine(llama, skip_tokenizer_init=True)
-    assert "use llama.cpp's defaults, temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
+    assert "use llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
     decoding = engine.info.decoding
     assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
     assert f"The weights of {llama} are GGUF (Q8_0" in caplog.text

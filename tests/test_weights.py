@@ -363,11 +363,14 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (hub_error(hub.RepositoryNotFoundError), "no public model org/name .*HF_TOKEN"),
+        (
+            hub_error(hub.RepositoryNotFoundError),
+            "org/name is neither a local folder nor a public model on the hub.*HF_TOKEN",
+        ),
         (hub_error(hub.GatedRepoError), "restricted.*huggingface.co/org/name.*HF_TOKEN"),
         (hub_error(hub.RevisionNotFoundError), "no revision 'v9'"),
-        (hub.LocalEntryNotFoundError("no network"), "not complete in the local cache"),
-        (hub.OfflineModeIsEnabled("off"), "not complete in the local cache.*local folder"),
+        (hub.LocalEntryNotFoundError("no network"), "nor complete in the local cache"),
+        (hub.OfflineModeIsEnabled("off"), "nor complete in the local cache.*local model"),
         (hub.HFValidationError("bad id"), "valid hub id"),
         (OSError("disk full"), "OSError: disk full"),
     ],

@@ -193,7 +193,7 @@ def log_fallback(defaults: GenerationDefaults) -> None:
         logger.info(
             "The GGUF file has no default for %s. Requests that set no temperature use llama.cpp's: %s. "
             "--generation-config none turns these off.",
-            " and ".join(defaults.fallback),
+            " and ".join(", ".join(defaults.fallback).rsplit(", ", 1)),
             ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
         )
 
