@@ -531,4 +531,6 @@ class EngineInfo:
     @property
     def format(self) -> str:
         """The format of weights and activations, such as "bfloat16" or "bfloat16 with int8 weights"."""
-        return self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization} weights"
+        if self.quantization is None:
+            return self.dtype
+        return f"{self.dtype} with {'packed' if self.quantization == 'stored' else self.quantization} weights"
