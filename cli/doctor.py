@@ -213,13 +213,14 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
 
 def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
-    weights = f"weights {_size(facts.weights)} ({facts.quantization or facts.dtype})"
+    form = "packed" if facts.quantization == "stored" else facts.quantization or facts.dtype
+    weights = f"weights {_size(facts.weights)} ({form})"
     found = f"{weights}, no KV cache"
     fix = "Use a 16-bit --dtype or a smaller model, or free memory."
     if facts.num_blocks:
         found = (
-            f"{weights} + {facts.num_blocks} pages {_size(facts.pages)} ({facts.kv_cache_dtype}) = "
-            f"{facts.num_blocks * facts.block_size} tokens"
+            f"{weights}, KV cache {_size(facts.pages)} for {facts.num_blocks * facts.block_size} tokens "
+            f"({facts.kv_cache_dtype})"
         )
         fix = (
             "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "

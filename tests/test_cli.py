@@ -220,8 +220,8 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     limits = ["--max-model-len", "64", "--kv-cache-memory", "1MiB", "--quantization", "int4"]
     assert main(["models", str(DEMO_MODEL), *limits]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"pages +(\d+) of 16 tokens, 1\.0 MiB in \w+: (\d+) tokens", shown)
-    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time; a step runs at most 128", shown)
+    assert re.search(r"pages +\d+ tokens: \d+ pages of 16 tokens, 1\.0 MiB in \w+", shown)
+    assert re.search(r"requests +\d+\.\d requests of 64 tokens fit; at most 128 run at the same time", shown)
     assert "MiB in int4" in shown
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')

@@ -410,7 +410,7 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     shown = capsys.readouterr().out
     assert "tokenizer      none" in shown
     assert "MiB packed as stored, on cpu" in shown
-    assert "tokens fit at a time" in shown
+    assert "tokens fit; at most " in shown
     assert f"octavo serve {llama} --tokenizer NAME" in shown
     assert main(["models", str(llama), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -152,12 +152,12 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     shown.append(("weights", weights, facts.weights))
     if facts.num_blocks:
         tokens = facts.num_blocks * facts.block_size
-        pages = f"{facts.num_blocks} of {facts.block_size} tokens, {_mebi(facts.pages)} in {facts.kv_cache_dtype}"
+        pages = f"{tokens} tokens: {facts.num_blocks} pages of {facts.block_size} tokens, {_mebi(facts.pages)}"
         length = facts.max_model_len + (facts.max_encoder_len or 0)
         shown += [
-            ("pages", f"{pages}: {tokens} tokens", facts.num_blocks),
-            ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time; a step runs at most "
-             f"{facts.max_num_seqs}", facts.full_requests),
+            ("pages", f"{pages} in {facts.kv_cache_dtype}", facts.num_blocks),
+            ("requests", f"{facts.full_requests:.1f} requests of {length} tokens fit; at most {facts.max_num_seqs} run "
+             "at the same time", facts.full_requests),
         ]  # fmt: skip
     if facts.resident:
         taken = (
@@ -166,7 +166,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         )
         shown.append(("at rest", taken, facts.resident))
     shown += [
-        ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} free",
+        ("memory", f"{_mebi(facts.weights + facts.pages)} for weights and pages; {_mebi(facts.free)} are free",
          facts.weights + facts.pages),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
