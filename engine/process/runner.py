@@ -393,7 +393,7 @@ def _carry_out(
         elif isinstance(order, Release):
             executor.release()
         else:
-            raise RunnerError(f"{type(order).__name__} is no order of its own")
+            raise RunnerError(f"{type(order).__name__} is not an order that a runner process takes")
         return Answer()
     except Exception as error:
         return _failure(error)

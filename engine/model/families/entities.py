@@ -80,7 +80,7 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
     kind = inner.get("model_type", "deberta-v2")
     if not isinstance(kind, str) or kind not in ENCODERS:
         raise UnsupportedModelError(
-            f"{file}: model_type of encoder_config is {kind!r}; as encoders are served: {', '.join(ENCODERS)}."
+            f"{file}: model_type of encoder_config is {kind!r}; supported encoders: {', '.join(ENCODERS)}."
         )
     settings = {name: value for name, value in inner.items() if name not in ("model_type", "architectures")}
     from transformers import AutoConfig  # slow to import
