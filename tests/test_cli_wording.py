@@ -58,12 +58,13 @@ def test_help_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_help_has_one_style() -> None:
-    """A flag's help ends without a full stop, and choices are separated by |."""
+    """A flag's help ends without a full stop; defaults are in brackets, and choices are separated by |."""
     for name, kind in PARSERS:
         parser = COMMANDS[name].parser(kind)
         for flag, text in re.findall(r"(?m)^  (-\S.*?)(?:  |\n)((?:.*\n(?! {0,3}\S))*.*)", parser.format_help()):
             plain = " ".join(text.split())
             assert not re.search(r"\.( [\[(][^\])]*[\])])*$", plain), f"octavo {name} {flag}: {plain}"
+            assert "(default" not in plain, f"octavo {name} {flag}: {plain}"
             assert "{" not in flag, f"octavo {name} {flag}"
 
 

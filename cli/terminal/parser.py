@@ -19,6 +19,7 @@ _WRONG_KIND = re.compile(r"argument (?P<name>[^:]+): invalid (?P<kind>\w+) value
 _WRONG_CHOICE = re.compile(r"argument (?P<name>[^:]+): invalid choice: (?P<value>.+?) \(choose from (?P<known>.+)\)")
 _NO_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
 _RULE = re.compile(r"^argument (--[\w-]+): must\b")
+_DEFAULT = re.compile(r" \(default:? ((?:[^()]|\([^()]*\))*)\)\.?(?= \(OCTAVO_|$)")
 _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
@@ -84,7 +85,7 @@ class WholeFlags(argparse.HelpFormatter):
         return super()._metavar_formatter(action, default_metavar)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return super()._expand_help(action).removesuffix(".")
+        return _DEFAULT.sub(r" [\1]", super()._expand_help(action)).removesuffix(".")
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
