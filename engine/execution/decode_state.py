@@ -117,7 +117,7 @@ class DecodeState:
         return self._sender.count
 
     def inputs(self, rows: int) -> DecodeInputs:
-        """What a step of so many rows, padding included, reads."""
+        """The inputs of a step of so many rows, padding included."""
         fixed, tables, memories = (
             self._state[part.first : part.first + part.wanted.size].view(part.wanted.shape)
             for part in (self._fixed, self._tables, self._memories)

@@ -142,7 +142,7 @@ class PromptGraphs:
         return [*[self._longest] * whole, left, *[0] * self._rows][: self._rows]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """What a graph of `size` tokens does."""
+        """The work of a graph of `size` tokens."""
         tokens, sources, positions = self._state[: 3 * size].view(3, size)
         starts = self._state[3 * size : 3 * size + self._rows + 1]
         contexts = self._state[3 * size + self._rows + 1 : 3 * size + 2 * self._rows + 1]

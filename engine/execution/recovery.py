@@ -63,7 +63,7 @@ class Recovery:
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
-        """What the next step may hold, of what it might hold for other reasons."""
+        """The limit of the next step, within a limit that has other reasons."""
         if self.tokens == _UNBOUNDED:
             return given
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))

@@ -104,7 +104,7 @@ class CapturedSampler:
         return True
 
     def forget(self) -> None:
-        """What is given next is sent, whatever was sent before."""
+        """Send the next batch whole, whatever was sent before."""
         self._last = None
 
     @torch.inference_mode()

@@ -172,7 +172,7 @@ class _Settings:
         return int(value)
 
     def factor(self) -> float:
-        """What numbers are multiplied by."""
+        """The factor of the numbers."""
         value = self._values.get("rescale_factor", 1 / 255)
         if not _is_number(value):
             raise self._refused("rescale_factor", "a number")

@@ -75,7 +75,7 @@ class ExpertMatrices(nn.Module):
 
     @property
     def held(self) -> Tensor | Quantised:
-        """As a GPU's kernels read them."""
+        """The matrices as a GPU's kernels read them."""
         return self.weight if self.few_bits is None else self.few_bits
 
 

@@ -26,7 +26,7 @@ class QueryKeeper(Protocol):
     """Is shown the queries of a pass to an encoder's keys."""
 
     def __call__(self, layer: int, queries: Tensor) -> None:
-        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        """The adapters' additions of a layer, [Tp, heads, head_dim], which are overwritten later."""
         ...
 
 
@@ -76,7 +76,7 @@ class Inputs:
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:
-        """For a program that takes rows x [N, features] which are independent of each other."""
+        """The inputs of a program that takes rows x [N, features] which are independent of each other."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
         metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))

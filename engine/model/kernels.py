@@ -36,7 +36,7 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 class RowForm(NamedTuple):
-    """How one row alone is computed on a GPU; the form of a pass is an argument of it.
+    """The form in which a GPU computes one row alone; the form of a pass is an argument of it.
 
     Attributes:
         name: for the log.

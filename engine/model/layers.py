@@ -46,7 +46,7 @@ class CrossPages:
 
     @staticmethod
     def empty(query_lens: list[int], device: torch.device) -> CrossPages:
-        """For rows of a trial step, which have no encoder input."""
+        """Empty inputs for rows of a trial step, which have no encoder input."""
         rows = len(query_lens)
         tables = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return CrossPages(tables, AttentionMetadata.build(query_lens, [0] * rows, device))
@@ -269,7 +269,7 @@ class GatedFeedForward(nn.Module):
 
 
 class FourierMixing(nn.Module):
-    """What mixes tokens without weights."""
+    """A mixing of tokens without weights."""
 
 
 class OpenedFeedForward(nn.Module):

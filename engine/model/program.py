@@ -215,7 +215,7 @@ class Builder:
         self.operations.append(operation)
 
     def program(self, result: Rows) -> Program:
-        """What was added."""
+        """The operations that were added."""
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
 
     def rows(self, name: str, width: int) -> Rows:

@@ -83,12 +83,12 @@ def warn_if_slow(device: torch.device) -> None:
 
 
 def quantiser() -> str:
-    """What quantises, in words: another may round otherwise."""
+    """The name of the code that quantises: another may round otherwise."""
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
 def form_on(device: torch.device, kind: Quantization) -> Form:
-    """How a weight is quantised that is multiplied there."""
+    """The form of a quantised weight for products on that device."""
     return "rotated" if kind == "int8" and device.type == "cpu" and not gpu.serves(device) else "plain"
 
 

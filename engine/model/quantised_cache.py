@@ -95,7 +95,7 @@ class Matrix:
 
     @property
     def values(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """How integers are stored."""
+        """The format of integers."""
         groups = -(-self.inputs // GROUP)
         if self.kind != "int4":
             return torch.int8, (self.count, self.outputs, groups * GROUP if self.form == "rotated" else self.inputs)
@@ -103,7 +103,7 @@ class Matrix:
 
     @property
     def scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """How scales are stored."""
+        """The format of scales."""
         if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
         groups = -(-self.inputs // GROUP)
@@ -113,7 +113,7 @@ class Matrix:
 
     @property
     def tensors(self) -> tuple[str, str]:
-        """What values and scales are called in a file."""
+        """The names of values and scales in a file."""
         return f"{self.name}.values", f"{self.name}.scales"
 
 

@@ -361,7 +361,7 @@ def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any]:
-    """What the transformer's settings say of its inputs.
+    """The transformer's settings about its inputs.
 
     Args:
         wanted: its task, what of its output is read, and what that is called.
@@ -397,7 +397,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
 
 
 def _splade(module: _Module) -> VocabularyWeights:
-    """How a SpladePooling makes a sparse vector."""
+    """The rule by which a SpladePooling makes a sparse vector."""
     config = module.config()
     pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
@@ -442,7 +442,7 @@ def token_length(file: Path, settings: Mapping[str, Any], name: str, default: in
 
 
 def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
-    """What PyLate makes vectors of tokens by."""
+    """The layers by which PyLate makes vectors of tokens."""
     layers = []
     for module in modules:
         if module.kind not in ("Dense", "Normalize", "Dropout"):
@@ -454,7 +454,7 @@ def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
 
 
 def _vector(modules: list[_Module]) -> dict[str, Any]:
-    """What becomes of the hidden states: the pooling, and the layers after it."""
+    """The pooling of the hidden states, and the layers after it."""
     if not modules or modules[0].kind != "Pooling":
         # Without pooling there are no vectors, but the model may have a head that needs none.
         if modules:

@@ -166,7 +166,7 @@ class Joined:
         self.of(place).fill(torch.split(target, list(self.lengths))[place], 0, source)
 
     def of(self, place: int) -> Transform:
-        """How a source lies in its part."""
+        """The layout of a source in its part."""
         return self.inner[place] if self.inner else Same()
 
 
@@ -394,7 +394,7 @@ class WeightTable:
     copies: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
-        """What a checkpoint tensor of this name is called today."""
+        """Today's name of a checkpoint tensor of this name."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name, count=1)
         return name

@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """What each decoder layer keeps of a token; empty for a model without a decoder."""
+        """The shapes of what each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = self.spec.decoder.attentions

@@ -294,7 +294,7 @@ class Checkpoint:
 
 
 def _bits(format: str) -> int:
-    """Of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
+    """The bits of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
     found = re.search(r"\d+", format)
     return 8 if found is None else int(found[0])  # BOOL
 
@@ -342,7 +342,7 @@ def header(
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """What a tensor is in a file."""
+    """The bytes of a tensor in a file."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 

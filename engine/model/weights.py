@@ -207,7 +207,7 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
 
 
 def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
-    """Where each stored tensor goes, by its name; parts of one may go to several parameters.
+    """The destination of each stored tensor, by its name; parts of one may go to several parameters.
 
     Raises:
         ModelLoadError: names or shapes do not match.

@@ -145,7 +145,7 @@ def _check_labels(terms: EntityTerms, reading: EntitiesInfo) -> None:
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
-    """Where the first token of each word is."""
+    """The position of the first token of each word."""
     found: dict[int, int] = {}
     for at, word in enumerate(words):
         if word is not None:

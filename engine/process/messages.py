@@ -64,7 +64,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Known(msgspec.Struct, tag=True):
-    """What the client has read while the engine's process imported what it needs.
+    """The facts that the client has read while the engine's process imported what it needs.
 
     Attributes:
         folder: of the checkpoint.
@@ -346,7 +346,7 @@ def receive_start(line: socket.socket) -> Start | None:
 
 
 def receive_known(line: socket.socket) -> Known | None:
-    """What follows the first words, or None if the client is gone, or has said goodbye."""
+    """The message after the first words, or None if the client is gone, or has said goodbye."""
     try:
         if line.recv(1, socket.MSG_PEEK) == GOODBYE:
             return None
@@ -357,7 +357,7 @@ def receive_known(line: socket.socket) -> Known | None:
 
 
 def receive_reply(line: socket.socket) -> Ready | Failed | None:
-    """What the engine's process says, or None if it is gone."""
+    """The engine process's message, or None if it is gone."""
     data = _receive_framed(line)
     return None if data is None else _replies.decode(data)
 

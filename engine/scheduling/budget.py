@@ -175,7 +175,7 @@ class StepBudget:
             self._steps.append(_Seen(work.tokens, work.total(self._costs), seconds))
 
     def limit(self) -> StepLimit:
-        """What the next step may hold; a few tokens as long as nothing was observed."""
+        """The limit of the next step; a few tokens as long as nothing was observed."""
         if not self._steps:
             return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=self._floor)
         limit, fixed = self._seconds, median(self._single) if self._single else 0.0

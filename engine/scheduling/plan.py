@@ -103,7 +103,7 @@ class EncoderBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossRows:
-    """What a plan's R rows read of encoder inputs.
+    """The encoder inputs that a plan's R rows read.
 
     Attributes:
         tables: [R, max blocks] pages of what each row's encoder input left, as `StepPlan.block_tables`.
@@ -287,7 +287,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledRow:
-    """What a `PoolingRow` asked for.
+    """The result for a `PoolingRow`.
 
     Attributes:
         values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as

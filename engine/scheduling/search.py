@@ -265,7 +265,7 @@ def rank(
 
 @functools.lru_cache(maxsize=4096)
 def _length_factor(length: int, penalty: float) -> np.float32:
-    """What a score is divided by. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
+    """The divisor of a score. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
     with np.errstate(over="ignore"):
         return np.float32(np.clip(np.float64(length) ** penalty, _FLOAT32.tiny, _FLOAT32.max))
 

@@ -373,7 +373,7 @@ class SequenceGroup:
         return len(self.sequences)
 
     def work(self) -> list[tuple[Sequence, int]]:
-        """Which sequences have how many tokens to schedule now."""
+        """The sequences with tokens to schedule now, and how many."""
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]

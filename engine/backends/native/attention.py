@@ -276,7 +276,7 @@ def _slots(x: Tensor) -> Tensor:
 
 
 def describe_bias(bias: Bias | None, dtype: torch.dtype) -> AddedBias:
-    """What kernels are told of a bias of scores, for keys of a format."""
+    """The description of a bias of scores for kernels, for keys of a format."""
     kept: tuple[Tensor, ...] = ()
     fields: dict[str, int | None] = dict.fromkeys(
         ("bias", "distance_keys", "distance_queries", "distance_columns", "bias_columns", "bias_zero", "distances"), 0

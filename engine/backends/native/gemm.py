@@ -133,7 +133,7 @@ class Quantised:
         return self.scales[:, 4:].float() * self.counted()
 
     def counted(self) -> Tensor:
-        """Of rotated groups what their scales are multiples of, float32 [outputs, 1]."""
+        """The unit of rotated groups' scales, float32 [outputs, 1]."""
         return self.scales[:, :4].flatten().clone().view(torch.float32)[:, None]  # aligned
 
     @property
@@ -148,7 +148,7 @@ class Quantised:
         return F.pad(self.values, (0, -self.values.shape[1] % GROUP)).view(len(self.values), -1, GROUP)
 
     def levels(self) -> Tensor:
-        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15; those past a row's end stand for nothing."""
+        """The 4-bit values, uint8 [outputs, groups, GROUP] from 0 to 15; values past a row's end stand for nothing."""
         pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
 

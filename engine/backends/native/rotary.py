@@ -75,7 +75,7 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
 
 
 def _whole(tensor: Tensor | None) -> int | None:
-    """Where a tensor is that has no gaps; None for none."""
+    """The address of a tensor that has no gaps; None for none."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():

@@ -157,7 +157,7 @@ class LogitRows:
         return columns.numpy(), scores.numpy()
 
     def ranks(self, rows: Int32, tokens: Int32) -> Int32:
-        """How many logits of rows [M] are larger than those of tokens [M, C], and one: [M, C]."""
+        """The number of logits of rows [M] that are larger than those of tokens [M, C], plus one: [M, C]."""
         tokens = np.ascontiguousarray(tokens, dtype=np.int32)
         found = torch.empty(tokens.shape, dtype=torch.int32)
         _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())

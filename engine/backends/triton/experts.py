@@ -41,7 +41,7 @@ _NEIGHBOURS = 8
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the products are cut.
+    """The cut of the products among programs.
 
     Attributes:
         tokens: of a tile.

@@ -37,7 +37,7 @@ _NUMBERS = 16 * 1024  # bytes of the rows that go with a tile
 
 
 class Tiling(NamedTuple):
-    """What a program of `rows_kernel` computes.
+    """The part of a product that a program of `rows_kernel` computes.
 
     Attributes:
         rows: no fewer than there are.
@@ -162,7 +162,7 @@ def widen_kernel(
 
 
 def bits(weight: Quantised) -> int:
-    """Of an integer: 8 or 4."""
+    """The bits of an integer: 8 or 4."""
     return 4 if weight.has_minima else 8
 
 

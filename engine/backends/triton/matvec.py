@@ -51,7 +51,7 @@ STAGES = 3  # tiles that are asked for before the first is there, and one
 
 
 class Tiling(NamedTuple):
-    """How a matrix is shared out.
+    """The division of a matrix among programs.
 
     Attributes:
         rows: of results in a tile.

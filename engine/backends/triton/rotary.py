@@ -35,7 +35,7 @@ _SLOTS, _TABLES = 1, 2
 
 
 class Angles(NamedTuple):
-    """How far the tokens at each position are turned.
+    """The angles of the tokens at each position.
 
     Attributes:
         cos: [length, ..., head_dim], the same for two features that are turned together, and not read for those that

@@ -22,7 +22,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How kernels cut their work. Never chosen by the batch: sums would be made in another order.
+    """The sizes by which kernels cut their work. The batch never decides them: sums would be made in another order.
 
     Attributes:
         split: tokens that one program of the walk reads, a multiple of 64; powers of two all.
@@ -42,7 +42,7 @@ SIZES = Sizes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """How S rows are drawn from, on the device.
+    """The sampling parameters of S rows, on the device.
 
     Attributes:
         table: [S, WORDS] int32, rows of the sampling table (`engine.interface.sampling_table`), side by side; 0

@@ -150,7 +150,7 @@ def two_towers(
     images: Callable[[ModelSpec, str], tuple[Entry, ...]],
     unread: str,
 ) -> WeightTable:
-    """Of a model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+    """A model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
 
     Args:
         texts: what the encoder of texts reads.

@@ -206,7 +206,7 @@ def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[s
 
 
 def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """What stands before and after a text."""
+    """The tokens before and after a text."""
     begins = kind == "llama" or _split_name(file) in BEGINS
     first = file.metadata.get("tokenizer.ggml.add_bos_token", begins) is True and "bos" in ids
     last = file.metadata.get("tokenizer.ggml.add_eos_token", False) is True and "eos" in ids

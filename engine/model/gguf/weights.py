@@ -49,7 +49,7 @@ class GgufWeights:
         return self._placed[name].info.format.plain is None
 
     def kind(self, name: str) -> Quantization | None:
-        """What of our own a matrix is; None for nothing."""
+        """The kind of our own that a matrix is; None for none."""
         return self._placed[name].info.format.kind if self._is_matrix(name) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
@@ -94,7 +94,7 @@ class GgufSlice:
         self._data = data
 
     def get_shape(self) -> list[int]:
-        """Of the tensor."""
+        """The shape of the tensor."""
         return list(self._placed.shape)
 
     def get_dtype(self) -> str:
