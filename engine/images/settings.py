@@ -172,7 +172,7 @@ class _Settings:
         return int(value)
 
     def factor(self) -> float:
-        """The factor of the numbers."""
+        """The factor by which pixel values are multiplied."""
         value = self._values.get("rescale_factor", 1 / 255)
         if not _is_number(value):
             raise self._refused("rescale_factor", "a number")

@@ -23,10 +23,10 @@ class Adapters(Protocol):
 
 
 class QueryKeeper(Protocol):
-    """Is shown the queries of a pass to an encoder's keys."""
+    """A function that sees the queries of a pass to an encoder's keys."""
 
     def __call__(self, layer: int, queries: Tensor) -> None:
-        """The adapters' additions of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        """Take the queries of a layer, [Tp, heads, head_dim], which are overwritten later."""
         ...
 
 
