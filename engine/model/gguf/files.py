@@ -10,6 +10,7 @@ from engine.errors import ModelLoadError
 
 SUFFIX = ".gguf"
 _SHOWN = 5
+_MOST_METADATA = 1 << 28  # bytes; a vocabulary of 262 thousand tokens takes 10 million
 
 PART = re.compile(r"-\d{5}-of-(\d{5})$")
 """How the stem of a file ends that is one of several of a model, and how many these are."""
@@ -44,7 +45,7 @@ def mentions_chat_template(path: Path) -> bool:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.find(b"token_embd.weight")
+            end = content.find(b"token_embd.weight", 0, _MOST_METADATA)
             return end < 0 or content.find(b"tokenizer.chat_template", 0, end) >= 0
     except (OSError, ValueError):  # ValueError: an empty file
         return True  # loading it will say what is wrong
