@@ -25,7 +25,8 @@ from support.real_models import MODELS, RealModel, reference_of
 from support.reference import MIN_MARGIN
 from support.service import Service
 
-from engine import LLM, SamplingParams
+from engine import LLM, EngineConfig, SamplingParams
+from engine.inspection import inspect_model
 from engine.model.gguf.folder import stand_in
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -209,7 +210,8 @@ def with_tools(path: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_served(name: str, tmp_path: Path) -> None:
-    """At the default settings of a service: blanks in completions and embeddings, a chat, a forced call."""
+    """At the default settings of a service: blanks in completions and embeddings, a chat, a forced call; in the memory
+    that `octavo models` predicts."""
     path = MODELS[name].find()
     if path is None:
         pytest.skip("make test-real installs the model")
@@ -217,6 +219,13 @@ def test_it_is_served(name: str, tmp_path: Path) -> None:
     service = Service(str(path), "--device", "cpu", "--max-model-len", "1024", *more, log=tmp_path / "log.txt")
     try:
         url = service.wait_ready()
+        facts = inspect_model(EngineConfig(model=str(path), device="cpu", max_model_len=1024))
+        status = Path(f"/proc/{service.engine()}/status")
+        if status.is_file():
+            found = dict(line.split(":", 1) for line in status.read_text("utf-8").splitlines())
+            resident, peak = (int(found[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
+            assert resident == pytest.approx(facts.resident, rel=0.07)
+            assert peak == pytest.approx(facts.peak, rel=0.07)
 
         def ask(route: str, **body: Any) -> Any:
             answer = httpx.post(f"{url}/v1/{route}", json={"model": path.stem, **body}, timeout=120)
