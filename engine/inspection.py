@@ -193,8 +193,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, path, device, scheme)
-    if device.type != "cpu":  # of a CPU its pages say it
-        check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
+    check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None

@@ -163,6 +163,7 @@ def load(resolved: Resolved) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
+        share_weights=config.share_weights,
         pack=True,
     )
     model.pack(resolved.quantization)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.backends.attention.formats import PageShape
-from engine.backends.native.gemm import Weight
+from engine.backends.native.gemm import Packed, Weight
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self,
         module: Linear | ExpertMatrices,
         kind: Held | None,
-        quantised: Callable[[int], Weight] | None = None,
+        quantised: Callable[[int], Weight | Packed] | None = None,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
         """Lay one matrix out, see `Linear.pack`. A head's matrix that is the token table, too, is kept once: tokens are
@@ -130,13 +130,16 @@ class Transformer(nn.Module):
         if not isinstance(module, Linear):
             module.pack(kind, quantised)
             return
-        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
-        many = self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
         table = module.weight
-        module.pack(kind, quantised, amx=many, parts=parts)
+        module.pack(kind, quantised, amx=self.reads_many(module), parts=parts)
         if module.shared and module.packed is not None and module.packed.look_up is not None:
             module.give_up_weight()
             self.look_up_elsewhere(table, module.packed.look_up)
+
+    def reads_many(self, module: Linear) -> bool:
+        """A matrix mostly multiplies many rows. Those of a decoder, or of a head, are few, which vectors serve as
+        well as matrix tiles."""
+        return self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
 
     def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
         """Read a token table's rows from where else they are kept."""
