@@ -298,8 +298,7 @@ class Engine:
         request = Request(
             prompt_token_ids=prompt,
             encoder_token_ids=encoder_input,
-            token_type_ids=read.token_type_ids,
-            boxes=read.boxes,
+            sides=read.sides,
             signal=read.signal,
             decoding=Decoding(max_tokens=1, temperature=0.0),
             pooling=resolve_pooling(params, self.info, prompt_len=len(read.token_ids)),

@@ -14,7 +14,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
 from engine.execution.alignment import Aligner, KeptQueries
 from engine.execution.beams_ahead import BeamsOnDevice, resolved
-from engine.execution.buffers import Buffer
+from engine.execution.buffers import Buffer, SideBuffers
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import LateResult, PendingStep
@@ -87,8 +87,7 @@ class ModelRunner:
         self._slots = Buffer(size, torch.int64, device)
         self._tables = Buffer(1024, torch.int32, device)
         self._cross_tables = Buffer(1024, torch.int32, device)
-        self._types = Buffer(size, torch.int64, device)
-        self._boxes = Buffer(4 * size, torch.int64, device)
+        self._sides = SideBuffers(size, device)
         self._rotary = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
@@ -285,8 +284,7 @@ class ModelRunner:
             AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device),
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
-            types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
-            boxes=None if plan.boxes is None else self._boxes.fill(plan.boxes, 4 * padded).view(-1, 4),
+            sides=self._sides.fill(plan.sides, padded),
             rotary_positions=self._rotary_rows(plan, padded),
             signals=[gpu.upload(signal, self.model.device) for signal in plan.signals if signal is not None],
         )

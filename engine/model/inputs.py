@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -42,8 +42,8 @@ class Inputs:
         caches: the pages of each decoder layer; None for an encoder alone.
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
-        types: [Tp] the segment of each token; None: all are of the first.
-        boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
+        sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
+            side that is not there has its default for all.
         rotary_positions: [Tp] the rows of rotary tables; None: positions are.
         adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
@@ -60,8 +60,7 @@ class Inputs:
     caches: Sequence[Paged] | None = None
     slots: Tensor | None = None
     cross: CrossPages | None = None
-    types: Tensor | None = None
-    boxes: Tensor | None = None
+    sides: Mapping[str, Tensor] = field(default_factory=dict)
     rotary_positions: Tensor | None = None
     adapters: Adapters | None = None
     form: RowForm = LIBRARY

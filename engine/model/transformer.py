@@ -6,7 +6,7 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -293,8 +293,7 @@ class Transformer(nn.Module):
         *,
         tokens: int,
         min_rows: int = 1,
-        types: Tensor | None = None,
-        boxes: Tensor | None = None,
+        sides: Mapping[str, Tensor] | None = None,
         rotary_positions: Tensor | None = None,
         signals: Sequence[Tensor] = (),
     ) -> Tensor:
@@ -304,8 +303,7 @@ class Transformer(nn.Module):
             token_ids, positions: [Tp], those past T = tokens being padding.
             metadata: the inputs that the T tokens form, as contexts of their own length, or of as many of their first
                 tokens as are attended to.
-            types: [Tp] the segment of each token; None: all are of the first.
-            boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
+            sides: see `Inputs`.
             rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
             signals: float32, what the inputs are where that is no tokens.
         """
@@ -316,8 +314,7 @@ class Transformer(nn.Module):
             metadata=metadata,
             tokens=tokens,
             min_rows=min_rows,
-            types=types,
-            boxes=boxes,
+            sides=sides or {},
             rotary_positions=rotary_positions,
             signals=signals,
         )

@@ -14,6 +14,7 @@ from engine.interface.constraints import Constraint, Forcing, Lifting
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
+from engine.interface.token_sides import Sides
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import Float32, Float64, Int32
@@ -257,8 +258,7 @@ class SequenceGroup:
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
         unchunked: its input is read whole, and leaves nothing in pages.
         shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
-        token_types: the segment of each token of its prompt; empty where all are of the first.
-        boxes: [tokens, 4] where each token of its prompt stands on its page; empty where all are zeros.
+        sides: what is known of its first tokens beside their ids.
         pooled: what its pooling has so far, where the input is computed in parts.
         parameters: the bytes of its row of the sampling table.
         draws: its tokens are drawn, with numbers that follow from the seed.
@@ -287,8 +287,7 @@ class SequenceGroup:
         self.unchunked = unchunked
         self.shift = shift
         self.pooled: Float64 | None = None
-        self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
-        self.boxes: Int32 = np.array(request.boxes, dtype=np.int32).reshape(-1, 4)
+        self.sides: Sides = request.sides
         source = request.encoder_token_ids or request.prompt_token_ids
         source = () if request.signal is not None else source  # it has no tokens that an answer could repeat
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
