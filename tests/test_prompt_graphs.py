@@ -108,6 +108,15 @@ def test_prompts_beside_rows_that_decode(checkpoint: Callable[[str], Any]) -> No
 
 
 @pytest.mark.slow
+def test_sides_of_tokens_are_recorded(tmp_path: Path) -> None:
+    """Rows whose rotary factors differ read them at their own offsets."""
+    shape = FAMILY_SHAPES["phi3-factors-by-request"]
+    make_family_checkpoint(shape, tmp_path)
+    jobs = [Job(random_prompt(shape.vocab, 1, 19), greedy(2)), Job(random_prompt(shape.vocab, 2, 70), greedy(4))]
+    check(tmp_path, jobs, max_model_len=128)
+
+
+@pytest.mark.slow
 def test_windows_sinks_and_experts(tmp_path: Path) -> None:
     shape = FAMILY_SHAPES["gpt-oss"]
     make_family_checkpoint(shape, tmp_path)

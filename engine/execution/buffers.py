@@ -75,6 +75,11 @@ class SideBuffers:
         return filled if side.width == 1 else filled.view(-1, side.width)
 
 
+def laid(side: TokenSide, numbers: Tensor) -> Tensor:
+    """A side's numbers [width, tokens] as operations read them."""
+    return numbers[0] if side.width == 1 else numbers.T
+
+
 class PinnedRing:
     """Host memory that a GPU reads while the host goes on: a few pieces, each written again when it has been read."""
 

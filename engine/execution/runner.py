@@ -88,7 +88,6 @@ class ModelRunner:
         self._tables = Buffer(1024, torch.int32, device)
         self._cross_tables = Buffer(1024, torch.int32, device)
         self._sides = SideBuffers(size, device)
-        self._rotary = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
@@ -285,7 +284,6 @@ class ModelRunner:
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             sides=self._sides.fill(plan.sides, padded),
-            rotary_positions=self._rotary_rows(plan, padded),
             signals=[gpu.upload(signal, self.model.device) for signal in plan.signals if signal is not None],
         )
 
@@ -351,15 +349,10 @@ class ModelRunner:
             metadata,
             self.min_rows,
             self._cross(plan, metadata.query_lens),
-            self._rotary_rows(plan, padded),
+            self._sides.fill(plan.sides, padded),
             keeper=keeper,
         )
         return hidden
-
-    def _rotary_rows(self, plan: StepPlan, padded: int) -> Tensor | None:
-        """[padded] rows of rotary tables; None where they are the positions."""
-        rotary_positions = plan.rotary_positions
-        return None if rotary_positions is None else self._rotary.fill(rotary_positions, padded)
 
 
 def _gather(model: Transformer, min_rows: int) -> Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None:

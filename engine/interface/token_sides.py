@@ -78,6 +78,10 @@ class TokenSide:
         rest = known[-1] if self.goes_on and len(known) else self.default
         return np.concatenate((found, np.full((count - len(found), *known.shape[1:]), rest, dtype=self.dtype)))
 
+    def is_same(self, known: Values) -> bool:
+        """All tokens of the sequence have the same numbers."""
+        return self.goes_on and len(known) == 1
+
     def is_known(self, known: Values, start: int) -> bool:
         """Tokens from `start` on may have other numbers than the default."""
         return self.goes_on or start < len(known)
@@ -148,8 +152,37 @@ SIDES: dict[str, TokenSide] = {
             rule="left not beyond right and upper not beyond lower",
             fits=_is_box,
         ),
+        # How many rows after its position a token's angles are in rotary tables.
+        TokenSide(name="rotary_offsets", reads="PrepareHeads", asked=False, goes_on=True),
     )
 }
+
+
+def hashed(sides: Sides, start: int, count: int) -> list[Values]:
+    """What tells `count` tokens from `start` on from tokens of the same ids with other sides. Nothing of sides that are
+    the default, or the same for all tokens of a sequence: those are in its root (`hashed_root`)."""
+    found: list[Values] = []
+    for mark, side in _marks():
+        known = sides.get(side.name)
+        if known is None or side.is_same(known) or not side.is_known(known, start):
+            continue
+        values = side.part(known, start, count)
+        if (values != side.default).any():
+            found += [mark, values.ravel()]
+    return found
+
+
+def hashed_root(sides: Sides) -> list[Values]:
+    """What tells a sequence from others by the sides that are the same for all its tokens."""
+    same = [
+        (mark, sides[side.name]) for mark, side in _marks() if side.name in sides and side.is_same(sides[side.name])
+    ]
+    return [part for mark, known in same for part in (mark, known.ravel())]
+
+
+def _marks() -> Iterable[tuple[Values, TokenSide]]:
+    """Each side with a number in front of its own that is no token, nor -1, which stands before encoder inputs."""
+    return ((np.array([-2 - number], dtype=np.int32), side) for number, side in enumerate(SIDES.values()))
 
 
 def asked_sides() -> Iterable[TokenSide]:

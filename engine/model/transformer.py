@@ -16,6 +16,7 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata, 
 from engine.backends.attention.formats import PageShape
 from engine.backends.native.gemm import Weight
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
@@ -76,6 +77,7 @@ class Transformer(nn.Module):
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
+        self._sides = {*model.trunk.sides, *(["rotary_offsets"] if self.rotary_shifts else [])}
         self.encoder_length = max_encoder_len or max_model_len
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
@@ -229,6 +231,11 @@ class Transformer(nn.Module):
         return self.spec.vocab_size
 
     @property
+    def sides(self) -> tuple[TokenSide, ...]:
+        """The sides of its tokens that it reads, in a recorded step whether they are the default or not."""
+        return tuple(side for name, side in SIDES.items() if name in self._sides)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Format of weights and activations; the cache may have another."""
         return self.trunk.first_parameter.dtype
@@ -294,7 +301,6 @@ class Transformer(nn.Module):
         tokens: int,
         min_rows: int = 1,
         sides: Mapping[str, Tensor] | None = None,
-        rotary_positions: Tensor | None = None,
         signals: Sequence[Tensor] = (),
     ) -> Tensor:
         """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
@@ -304,7 +310,6 @@ class Transformer(nn.Module):
             metadata: the inputs that the T tokens form, as contexts of their own length, or of as many of their first
                 tokens as are attended to.
             sides: see `Inputs`.
-            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
             signals: float32, what the inputs are where that is no tokens.
         """
         assert self.encoder is not None
@@ -315,7 +320,6 @@ class Transformer(nn.Module):
             tokens=tokens,
             min_rows=min_rows,
             sides=sides or {},
-            rotary_positions=rotary_positions,
             signals=signals,
         )
         return self.encoder(inputs)  # type: ignore[no-any-return]
@@ -336,7 +340,7 @@ class Transformer(nn.Module):
         metadata: AttentionMetadata,
         min_rows: int = 1,
         cross: CrossPages | None = None,
-        rotary_positions: Tensor | None = None,
+        sides: Mapping[str, Tensor] | None = None,
         adapters: Adapters | None = None,
         form: RowForm = LIBRARY,
         keeper: QueryKeeper | None = None,
@@ -354,7 +358,7 @@ class Transformer(nn.Module):
             metadata: the R rows that the T tokens form.
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
-            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
+            sides: see `Inputs`.
             adapters: what is added to products.
             form: how one row is computed on a GPU.
             keeper: is shown the queries to the encoder's keys.
@@ -369,7 +373,7 @@ class Transformer(nn.Module):
             caches=caches,
             slots=slots,
             cross=cross,
-            rotary_positions=rotary_positions,
+            sides=sides or {},
             adapters=adapters,
             form=form,
             keeper=keeper,

@@ -47,16 +47,17 @@ class LastStep:
 
     Attributes:
         groups: the request of each row; empty where the step did more than decode.
-        sampling, cross: as in its plan.
+        sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
     sampling: SamplingBatch | None = None
     cross: CrossRows | None = None
+    sides: Sides = field(default_factory=dict)
 
     def forget(self) -> None:
         """The next step has nothing in common with it."""
-        self.groups, self.sampling, self.cross = [], None, None
+        self.groups, self.sampling, self.cross, self.sides = [], None, None, {}
 
 
 def _int32(values: Seq[int]) -> Int32:
@@ -122,15 +123,14 @@ def build_plan(
         cross=_cross(groups) if known is None else known.cross,
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
-        sides=_sides(rows) if any(group.sides for group in groups) else {},
+        sides=known.sides if known is not None else _sides(rows) if any(group.sides for group in groups) else {},
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
-        shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
     )
     if last is not None:
         last.groups = groups if decoding else []
-        last.sampling, last.cross = plan.sampling, plan.cross
+        last.sampling, last.cross, last.sides = plan.sampling, plan.cross, plan.sides
     return plan
 
 

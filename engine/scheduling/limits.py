@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.config import EngineConfig
 from engine.errors import InvalidRequestError
 from engine.interface.request import Request
+from engine.interface.token_sides import Sides
 from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 
@@ -55,6 +58,11 @@ class SchedulerConfig:
     def rotary_shift(self, reach: int) -> int:
         """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
+
+    def sides_of(self, request: Request) -> Sides:
+        """What is known of a request's tokens beside their ids: what it brings, and what follows from its length."""
+        shift = self.rotary_shift(request.reach)
+        return {**request.sides, "rotary_offsets": np.array([shift], dtype=np.int32)} if shift else request.sides
 
     def crossed_limit(self, request: Request) -> int | None:
         """The first length beyond which sequences are turned otherwise, and which this request's prompt is within and

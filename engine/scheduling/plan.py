@@ -205,8 +205,6 @@ class StepPlan:
         sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
         signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
             where all rows are.
-        shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
-            positions are the rows of all.
         version: a plan of the same version as that of the step before has the same rows, each one token further: the
             same `cross`, and a `sampling` of the same version. All other plans have versions of their own.
     """
@@ -228,7 +226,6 @@ class StepPlan:
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     searches: Searches | None = None
-    shifts: Int32 | None = None
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:
@@ -247,16 +244,8 @@ class StepPlan:
             pooling=tuple(replace(wanted, row=numbers[wanted.row]) for wanted in self.pooling if wanted.row in numbers),
             sides={name: values[places] for name, values in self.sides.items()},
             signals=tuple(self.signals[row] for row in chosen) if self.signals else (),
-            shifts=None if self.shifts is None else self.shifts[chosen],
             version=new_version(),
         )
-
-    @property
-    def rotary_positions(self) -> Int32 | None:
-        """[T] the rows of rotary tables; None where they are the positions."""
-        if self.shifts is None:
-            return None
-        return self.positions + np.repeat(self.shifts, np.diff(self.query_start))
 
     @property
     def num_tokens(self) -> int:

@@ -102,10 +102,10 @@ class Scheduler:
         """Queue a request that `check_fits` accepts."""
         self.check_fits(request)
         encoder_input = self._encoder_cache.of(request, self._arrivals)
-        shift = self.config.rotary_shift(request.reach)
-        root = self._tables.root(request, encoder_input, shift)
+        sides = self.config.sides_of(request)
+        root = self._tables.root(request, encoder_input, sides)
         group = SequenceGroup(
-            request, self._arrivals, root, encoder_input, unchunked=self.config.unchunked, shift=shift
+            request, self._arrivals, root, encoder_input, unchunked=self.config.unchunked, sides=sides
         )
         self._arrivals += 1
         self._groups[request.request_id] = group

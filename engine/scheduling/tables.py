@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.interface.request import Request
+from engine.interface.token_sides import Sides, hashed_root
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
@@ -32,11 +33,12 @@ class Tables:
         self._config = config
         self._events = events
 
-    def root(self, request: Request, encoder_input: EncoderInput | None, shift: int) -> PageHash:
+    def root(self, request: Request, encoder_input: EncoderInput | None, sides: Sides) -> PageHash:
         """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
         root = self._hasher.root(request.cache_salt) if encoder_input is None else encoder_input.key
         # No token is negative: this is no page's hash.
-        return self._hasher.extend(root, np.array([-2, shift], dtype=np.int32)) if shift else root
+        more = hashed_root(sides) if sides else []
+        return self._hasher.extend(root, np.concatenate(more)) if more else root
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
@@ -201,7 +203,7 @@ class Tables:
         sequence = group.sequences[0]
         known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
         num_pages = known // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages)
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
         return self._pool.match(hashes, self._config.seen_pages)
 
     def _leave_window(self, sequence: Sequence, position: int) -> None:
@@ -215,7 +217,7 @@ class Tables:
 
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
         full = sequence.num_computed // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full, group.sides)
         table, publish = sequence.table, self._pool.publish
         new = [page for page in range(sequence.num_published, full) if publish(table[page], hashes[page])]
         if new and self._events is not None:

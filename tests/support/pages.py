@@ -109,13 +109,13 @@ class Pages:
 
     def step(self, chunks: list[list[int]], padding: int = 0, slots_known: bool = True) -> list[Tensor]:
         """Hidden states of each row's next tokens; the model is told their slots, or works them out."""
-        ids, positions, slots, rotary_positions = [], [], [], []
+        ids, positions, slots, offsets = [], [], [], []
         for row, chunk in enumerate(chunks):
             for token in chunk:
                 position = self.lengths[row]
                 ids.append(token)
                 positions.append(position)
-                rotary_positions.append(position + self.shifts[row])
+                offsets.append(self.shifts[row])
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
@@ -132,7 +132,7 @@ class Pages:
                 metadata,
                 cross=cross,
                 form=self.form,
-                rotary_positions=torch.tensor(rotary_positions + [0] * padding, device=self.device)
+                sides={"rotary_offsets": torch.tensor(offsets + [0] * padding, device=self.device)}
                 if any(self.shifts)
                 else None,
             )
