@@ -100,9 +100,7 @@ class Engine:
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
-        limits = SchedulerConfig.of(
-            config, window=facts.window, unchunked=encoder_only, rotary_shifts=facts.rotary_shifts
-        )
+        limits = SchedulerConfig.of(config, facts.needs)
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
@@ -272,7 +270,7 @@ class Engine:
 
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
-        limit = self.scheduler.config.crossed_limit(request)
+        limit = self.scheduler.config.needs.crossed_limit(request)
         if limit is None:
             return
         logger.log(

@@ -27,7 +27,7 @@ from engine import Engine, PoolingParams, SamplingParams
 from engine.interface.request import Decoding, Request
 from engine.model.positions import DynamicScaling, LongScaling, Rotary
 from engine.model.rotary import RotaryTable, rotary_frequencies
-from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import StepPlan
 
 LIMIT, LENGTH = 72, 128
@@ -79,13 +79,11 @@ def test_sections_of_tables() -> None:
 )
 def test_the_choice_goes_by_what_is_computed(length: int, max_tokens: int, expected: int) -> None:
     """An answer's last token is not: its keys would be the next one's."""
-    config = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=64, block_size=4, rotary_shifts=((12, 50), (20, 62))
-    )
+    needs = SequenceNeeds(rotary_shifts=((12, 50), (20, 62)))
     request = Request(request_id="", prompt_token_ids=(1,) * length, decoding=Decoding(max_tokens=max_tokens))
-    assert config.rotary_shift(request.reach) == expected
+    assert needs.rotary_shift(request.reach) == expected
     crossed = {(11, 2): None, (12, 2): 12, (1, 20): 12, (20, 2): 20}.get((length, max_tokens))
-    assert config.crossed_limit(request) == crossed
+    assert needs.crossed_limit(request) == crossed
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_limits_beyond_the_longest_sequence_are_none(
     max_model_len: int | None, shifts: tuple[Any, ...], model: FamilyCheckpoint
 ) -> None:
     engine = engine_of(model, max_model_len=max_model_len)
-    assert engine.scheduler.config.rotary_shifts == shifts
+    assert engine.scheduler.config.needs.rotary_shifts == shifts
     engine.close()
 
 

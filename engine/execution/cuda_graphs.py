@@ -23,6 +23,7 @@ from engine.execution.kv_cache import KVCache
 from engine.execution.one_row import FormRecorder, OneRow
 from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
+from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
@@ -182,7 +183,17 @@ class DecodeGraphs:
             # Slots are worked out on the device, from tables and positions.
             formed = replace(metadata, overlapping=form.overlapping)
             hidden = self._model(
-                tokens, inputs.positions, caches, None, formed, self._min_rows, cross, inputs.sides, form=form
+                Inputs(
+                    token_ids=tokens,
+                    positions=inputs.positions,
+                    metadata=formed,
+                    tokens=size,
+                    min_rows=self._min_rows,
+                    caches=caches,
+                    cross=cross,
+                    sides=inputs.sides,
+                    form=form,
+                )
             )
             self.hidden[:size].copy_(hidden)
             inputs.advance()

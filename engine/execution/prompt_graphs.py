@@ -22,6 +22,7 @@ from engine.execution.buffers import Buffer, PinnedRing, laid
 from engine.execution.kv_cache import KVCache
 from engine.execution.recording import Recorder
 from engine.interface.token_sides import TokenSide
+from engine.model.inputs import Inputs
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32, StepPlan
 
@@ -181,7 +182,17 @@ class PromptGraphs:
 
         def step() -> None:
             ids = torch.where(sources >= 0, self._sampled[sources.clamp_min(0)], tokens)
-            hidden = self._model(ids, positions, caches, None, metadata, self._min_rows, sides=sides)
+            hidden = self._model(
+                Inputs(
+                    token_ids=ids,
+                    positions=positions,
+                    metadata=metadata,
+                    tokens=size,
+                    min_rows=self._min_rows,
+                    caches=caches,
+                    sides=sides,
+                )
+            )
             self._hidden[:size].copy_(hidden)
             metadata.cache.clear()  # what is worked out once in a step is part of the graph
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
-from engine.interface.request import Request
-from engine.interface.token_sides import Sides, hashed_root
-from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
-from engine.scheduling.encoder_input import EncoderInput
+from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.page_events import PageEvents
 from engine.scheduling.row import Row
@@ -32,13 +27,6 @@ class Tables:
         self._hasher = hasher
         self._config = config
         self._events = events
-
-    def root(self, request: Request, encoder_input: EncoderInput | None, sides: Sides) -> PageHash:
-        """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
-        root = self._hasher.root(request.cache_salt) if encoder_input is None else encoder_input.key
-        # No token is negative: this is no page's hash.
-        more = hashed_root(sides) if sides else []
-        return self._hasher.extend(root, np.concatenate(more)) if more else root
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
@@ -150,7 +138,7 @@ class Tables:
 
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
-        size, has_pages = self._config.block_size, not self._config.unchunked
+        size, has_pages = self._config.block_size, self._config.needs.paged
         publishes = has_pages and self._config.enable_prefix_caching
         has_window = has_pages and self._config.window is not None
         for row in rows:
