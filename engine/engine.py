@@ -240,7 +240,12 @@ class Engine:
         if params.timestamps:
             decoding = timed(decoding, self.info.speech, self.info.vocab_size)
         request = Request(
-            prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, signal=read.signal, **terms
+            prompt_token_ids=prompt,
+            decoding=decoding,
+            encoder_token_ids=encoder_input,
+            sides=read.sides,
+            signal=read.signal,
+            **terms,
         )
         self.scheduler.add(request)
         self._tell_crossing(request)
