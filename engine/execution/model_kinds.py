@@ -92,6 +92,7 @@ class ModelKind(ABC):
 
     def __init__(self, model: Transformer, buffers: StepBuffers, pooler: Pooler, min_rows: int):
         self.model, self.buffers, self.pooler, self.min_rows = model, buffers, pooler, min_rows
+        self._finds_slots = gpu.serves(model.device)  # kernels do, from tables and positions
 
     @property
     @abstractmethod
@@ -145,17 +146,22 @@ class Decoder(ModelKind):
         tables = buffers.tables.fill(plan.block_tables)
         if search is not None:
             search(tables)
+        metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
-            metadata=AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device),
+            metadata=metadata,
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             caches=cache.paged(tables),
-            # Kernels for GPUs find slots themselves, from tables and positions.
-            slots=None if gpu.serves(self.model.device) else buffers.slots.fill(plan.slots),
+            slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
+            cross=self.cross(plan, metadata.query_lens),
             sides=buffers.sides.fill(plan.sides, padded),
         )
+
+    def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
+        """Where the plan's rows find what an encoder left."""
+        return None
 
 
 class EncoderDecoder(Decoder):
@@ -170,8 +176,7 @@ class EncoderDecoder(Decoder):
     def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
         if plan.encoder is not None:
             self.model.encode(self.prepare_encoder(plan.encoder, cache))
-        inputs = super().prepare(plan, cache, search)
-        return replace(inputs, cross=self.cross(plan, inputs.metadata.query_lens))
+        return super().prepare(plan, cache, search)
 
     def prepare_encoder(self, batch: EncoderBatch, cache: KVCache) -> Inputs:
         """The encoder's inputs, which it reads whole."""
