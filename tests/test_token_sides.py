@@ -26,6 +26,7 @@ from engine.model import families, spec
 from engine.model.embedding import TokenEmbedding
 from engine.model.families import llama
 from engine.model.table import Entry, WeightTable
+from engine.scheduling.page_events import PagesStored
 
 ENGINE = Path(__file__).parents[1] / "engine"
 COLOURS, ANSWER = 5, 6
@@ -167,6 +168,7 @@ def test_pages_are_found_by_tokens_of_the_same_sides(made_up: None, subject: Sub
     ids, colours = prompt(5, 22)
     other = [*colours[:10], *((colour + 1) % COLOURS for colour in colours[10:])]
     engine = make_engine(subject.path, block_size=4)
+    events = engine.scheduler.record_events()
 
     def cached(*given: list[int] | None) -> list[int]:
         params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -178,6 +180,10 @@ def test_pages_are_found_by_tokens_of_the_same_sides(made_up: None, subject: Sub
 
     assert cached(colours, colours, other, other, None, [0] * 22) == [0, 20, 8, 20, 0, 20]
     assert ask(engine, (ids, other)) == [subject.greedy(ids, other)]
+    # A router must not take pages of colours for pages of the tokens alone.
+    stored = [event for event in events.take() if isinstance(event, PagesStored)]
+    assert [[*event.beside] for event in stored[:3]] == [[0, 1, 2, 3, 4], [0, 1, 2], []]
+    assert len({digest for event in stored[:2] for digest in event.beside.values()}) == 8
     engine.close()
 
 
