@@ -39,6 +39,7 @@ from engine.model.weight_files import MAPPED, Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 242 << 20
@@ -216,7 +217,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         resident = held + PROCESS
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
-    limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
+    limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         shapes = model.kv_shapes()
         num_blocks = count_blocks(
