@@ -184,7 +184,7 @@ def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable
 
 
 def _own_weights(model: ModelSpec) -> list[Entry]:
-    """What a stack has beside BERT's parts."""
+    """The weights of a stack beside BERT's parts."""
     stack = model.encoder
     assert stack is not None
     entries: list[Entry] = []

@@ -182,8 +182,8 @@ def _mpnet(config: Any) -> Stack:
     check_settings(config)
     if config.relative_attention_num_buckets != MPNET_BIAS.buckets:
         raise UnsupportedModelError(
-            f"relative_attention_num_buckets of the config must be {MPNET_BIAS.buckets}, which transformers counts "
-            f"with whatever it says; got {config.relative_attention_num_buckets}."
+            f"relative_attention_num_buckets of the config must be {MPNET_BIAS.buckets}, the number that "
+            f"transformers always uses; got {config.relative_attention_num_buckets}."
         )
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     positions = positions_after_padding(config, 1)  # whatever pad_token_id says

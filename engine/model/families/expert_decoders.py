@@ -285,7 +285,7 @@ def _dbrx_position(c: Any) -> Rotary:
         return found
     if found.theta != 10_000.0 or found.scaling is not None:
         raise UnsupportedModelError(
-            f"attn_config.rope_theta is {theta}, and rope_parameters has {found.theta}: give one of them alone."
+            f"attn_config.rope_theta is {theta}, and rope_parameters has {found.theta}: set only one of them."
         )
     return Rotary(found.dim, theta)
 

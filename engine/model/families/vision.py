@@ -1,4 +1,4 @@
-"""What families of image encoders have in common: patches, blocks with a norm before each sublayer, their weights."""
+"""The common part of families of image encoders: patches, blocks with a norm before each sublayer, their weights."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def two_towers(
     images: Callable[[Embedder, str], list[Entry]],
     unread: str,
 ) -> WeightTable:
-    """Of a model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+    """A model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
 
     Args:
         texts: the head of the encoder of texts.
