@@ -23,10 +23,13 @@ from engine.model.table import Family, WeightTable
 
 
 def _discover() -> tuple[Family, ...]:
-    """The FAMILY of each module of this package that has one, in the order of their names."""
-    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    found = (getattr(module, "FAMILY", None) for module in modules)
-    return tuple(sorted((f for f in found if isinstance(f, Family)), key=lambda family: family.name.lower()))
+    """The rows FAMILIES of this package's modules, and the FAMILY of each that has one, in the order of their names."""
+    found: list[Family] = []
+    for module in pkgutil.iter_modules(__path__):
+        content = vars(import_module(f"{__name__}.{module.name}"))
+        found += content.get("FAMILIES", ())
+        found += [content["FAMILY"]] if "FAMILY" in content else []
+    return tuple(sorted(found, key=lambda family: family.name.lower()))
 
 
 FAMILIES: tuple[Family, ...] = _discover()
