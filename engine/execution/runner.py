@@ -264,7 +264,7 @@ class ModelRunner:
         return self._read(plan, self.model) if plan.unchunked else self._forward(plan, keeper, search)
 
     def _pool_both(self, plan: StepPlan) -> tuple[PooledRow, ...]:
-        """What is asked for of inputs some of which are signals: those the model's twin reads."""
+        """The results for inputs some of which are signals: the model's twin reads those."""
         assert self.model.twin is not None
         assert self._twin_pooler is not None
         answers: dict[int, PooledRow] = {}
@@ -307,8 +307,8 @@ class ModelRunner:
         )
 
     def _cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        """Where the plan's rows find what the encoder left, the rows of a request joined to one; rows of a trial
-        step find nothing."""
+        """The places where the plan's rows find what the encoder left, the rows of a request joined to one; rows of
+        a trial step find nothing."""
         if self.model.encoder is None:
             return None
         if plan.cross is None:
@@ -365,7 +365,7 @@ class ModelRunner:
 
 
 def _gather(model: Transformer, min_rows: int) -> Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None:
-    """What a model's probe makes of hidden states; None where it has none."""
+    """The summary that a model's probe makes of hidden states; None if it has none."""
     probe = model.head.probe if isinstance(model.head, Embedder) else None
     return None if probe is None else partial(probe, min_rows=min_rows)
 

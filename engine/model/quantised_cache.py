@@ -298,7 +298,7 @@ class _Place:
 
 
 class _Layout:
-    """What a file with these matrices looks like. Wider formats come first, so that all tensors are aligned."""
+    """The layout of a file with these matrices. Wider formats come first, so that all tensors are aligned."""
 
     def __init__(self, matrices: Sequence[Matrix]):
         tensors = [
@@ -330,7 +330,8 @@ class _Layout:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """What changes when a file does. Change times, which no program can set, tell copies of equal size apart."""
+    """The facts that change when a file does. Change times, which no program can set, tell copies of equal size
+    apart."""
     found = []
     for file in files:
         path = file.resolve()

@@ -39,7 +39,7 @@ class SchedulerConfig:
         unchunked: bool = False,
         rotary_shifts: tuple[tuple[int, int], ...] = (),
     ) -> SchedulerConfig:
-        """What an engine's settings come to for a model."""
+        """The limits that an engine's settings give for a model."""
         return cls(
             max_num_seqs=config.max_num_batched_tokens
             if unchunked and config.max_num_seqs is None
@@ -53,7 +53,8 @@ class SchedulerConfig:
         )
 
     def rotary_shift(self, reach: int) -> int:
-        """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""
+        """The number of rows after its position at which a token's angles are, in a sequence that can reach so many
+        tokens."""
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:
@@ -79,8 +80,8 @@ class SchedulerConfig:
         return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
 
     def fitting(self, length: int, total_pages: int, encoder_length: int = 0) -> float:
-        """How many requests of `length` tokens, and an encoder's input of `encoder_length`, that many pages hold at a
-        time."""
+        """The number of requests of `length` tokens, and an encoder's input of `encoder_length`, that so many pages
+        hold at a time."""
         encoded = pages_needed(encoder_length, self.block_size)
         whole = total_pages / (pages_needed(length, self.block_size) + encoded)
         if self.window is None:

@@ -57,7 +57,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _position(config: Any, head_dim: int) -> Rotary:
-    """What the family multiplies rotated features by is a setting of its own, where they are stretched."""
+    """The position with the family's own factor of rotated features, if they are stretched."""
     part = rotary(config, head_dim)
     if part.scaling is None:
         return part
