@@ -39,6 +39,7 @@ from engine.model.weight_files import MAPPED, Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 242 << 20
@@ -193,8 +194,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, path, device, scheme)
-    if device.type != "cpu":  # of a CPU its pages say it
-        check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
+    check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
@@ -217,7 +217,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         resident = held + PROCESS
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
-    limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
+    limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         shapes = model.kv_shapes()
         num_blocks = count_blocks(

@@ -51,8 +51,19 @@ class Gate(Protocol):
             ApiError: 503, there is no room.
         """
 
-    async def admit(self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None) -> Place:
+    async def admit(
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
+    ) -> Place:
         """Slots for so many prompts with about so many tokens.
+
+        Args:
+            patient: the request waits and asks again, so that a refusal does not count as one.
 
         Raises:
             ApiError: 503 while there is no room, or none in time; 400 if there never will be.

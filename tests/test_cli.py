@@ -142,15 +142,13 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["chat", "--modle", "x"], "unknown flag --modle: give the model without a flag, after the command"),
         (["complete", "--prompt", "x"], "unknown flag --prompt: give the prompt without a flag, after the command"),
         (["chat", "--port", "9000"], "unknown flag --port: use --url http://HOST:PORT for a server"),
-        (["bench", "serve", "--port", "9000"], "unknown flag --port: use --url http://HOST:PORT for a server"),
         (["serve", "--demo", "caht"], "--demo must be one of chat, seq2seq, got 'caht'; did you mean chat?"),
         (["version"], "unknown command 'version'; did you mean --version?"),
         (["-V"], "unknown flag '-V'; did you mean --version?"),
-        (["bench"], "choose a kind: serve and offline"),
+        (["bench"], "choose a kind: offline"),
         (["bench", "ofline"], "unknown kind 'ofline'; did you mean offline?"),
-        (["bench", "srve"], "unknown kind 'srve'; did you mean serve?"),
+        (["bench", "train"], "unknown kind 'train'; the only kind is offline"),
         (["bench", "--url", "x"], "--url must come after the kind"),
-        (["bench", "serve", "--endpoint", "chats"], "one of completions, chat, got 'chats'; did you mean chat?"),
     ],
 )  # fmt: skip
 @pytest.mark.slow

@@ -188,7 +188,8 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
 @pytest.mark.parametrize(
     ("name", "formats", "quantization"),
     [("llama-biases", ("Q8_0",), None), ("llama", ("Q4_0",), None), ("llama-biases", ("BF16",), None),
-     ("llama", ("BF16",), "int8"), ("llama-biases", ("Q8_0",), "none"), ("llama-biases", ("BF16",), "int4")],
+     ("llama", ("BF16",), "int8"), ("llama-biases", ("Q8_0",), "none"), ("llama-biases", ("BF16",), "int4"),
+     ("llama", ("Q5_0", "Q4_1", "Q8_0"), None), ("llama-biases", ("Q5_1",), None), ("llama", ("F16",), "int8-fast")],
 )  # fmt: skip
 def test_memory_is_what_was_predicted(
     name: str, formats: tuple[str, ...], quantization: Any, gguf: Any, tmp_path: Path
@@ -207,7 +208,7 @@ def test_memory_is_what_was_predicted(
         if isinstance(module, Linear) and module.packed is not None:
             assert module.packed.native is not None
             assert not module.weight.numel()
-            held += module.packed.native.data.nbytes
+            held += module.packed.native.nbytes
         if isinstance(module, TokenEmbedding) and isinstance(module.look_up, StoredRows):
             held += module.look_up.octets.nbytes
     engine.close()

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cli.bench.client import Client, TransportError
+from load.client import Client, TransportError
+
 from soaking.answers import Answer, Choice
 from soaking.cases import COMPLETIONS, Case
 from soaking.comparing import differences, vector_differences

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from cli.bench.client import Client, TransportError
+from load.client import Client, TransportError
+
 from soaking import checks
 from soaking.cases import heavy_case, make_cases
 from soaking.checks import Metrics, Sample, Tolerances, Usage

@@ -57,12 +57,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "measuring",
-        "measure latency and throughput",
+        "measure latency and throughput of the engine",
         f"{__name__}.bench",
-        kinds=(
-            ("serve", "send load to any OpenAI-compatible server"),
-            ("offline", "measure the engine in this process, without a server"),
-        ),
+        kinds=(("offline", "measure the engine in this process, without a server"),),
     ),
     "quantize": Command(
         "converting",

@@ -13,6 +13,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
 from engine.interface.outputs import EngineInfo
 from engine.scheduling.budget import Costs, StepWork
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import Int32, StepPlan
 
 
@@ -22,15 +23,13 @@ class ModelFacts:
 
     Attributes:
         info: what can be said of it without a scheduler and the model's decoding defaults.
-        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
-        rotary_shifts: as in `SchedulerConfig`.
+        needs: of its sequences.
         costs: what query-key pairs and logits cost.
         measured: small steps, each with the seconds that it took.
     """
 
     info: EngineInfo
-    window: int | None
-    rotary_shifts: tuple[tuple[int, int], ...]
+    needs: SequenceNeeds
     costs: Costs
     measured: list[tuple[StepWork, float]]
 

@@ -163,6 +163,7 @@ def load(resolved: Resolved) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
+        share_weights=config.share_weights,
         pack=True,
     )
     model.pack(resolved.quantization)
@@ -237,9 +238,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         signal=spec.signal,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
-    facts = ModelFacts(
-        info=info, window=spec.attention_span, rotary_shifts=model.rotary_shifts, costs=costs, measured=measured
-    )
+    facts = ModelFacts(info=info, needs=runner.kind.needs, costs=costs, measured=measured)
     return LocalExecutor(runner, facts)
 
 

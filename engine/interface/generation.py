@@ -420,8 +420,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{name} holds {'' if name == 'token_type_ids' else 'token id '}{brief(token)}, but "
-                f"{'the model' if name == 'token_type_ids' else 'the vocabulary'} has ids 0 to {vocab_size - 1}.",
+                f"{name} holds token id {brief(token)}, but the vocabulary has ids 0 to {vocab_size - 1}.",
                 param=name,
                 code="invalid_value",
             )

@@ -461,10 +461,9 @@ class EngineInfo:
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
-        token_types: segments that its tokens may belong to.
+        sides: the number of values of each side of its tokens that it reads (`engine.interface.token_sides`).
         second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
             second, and those after its first token where there is no such; None: all are of the first.
-        boxes: edges of its tokens' boxes are below it; 0 of a model that reads no boxes.
         lower_case: texts are to be lower-cased before they are tokenised.
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
             unless another is asked for.
@@ -514,9 +513,8 @@ class EngineInfo:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
-    token_types: int = 0
+    sides: dict[str, int] = field(default_factory=dict)
     second_after: int | None = None
-    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None

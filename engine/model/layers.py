@@ -18,7 +18,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata
 from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
-from engine.backends.native.gemm import Quantised, Weight
+from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import kernels, spec
 from engine.model.activations import activate
 from engine.model.bias import BucketTable
@@ -73,7 +73,7 @@ class Linear(nn.Module):
     def pack(
         self,
         quantization: Held | None = None,
-        quantised: Callable[[int], Weight] | None = None,
+        quantised: Callable[[int], Weight | Packed] | None = None,
         amx: bool = False,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
@@ -84,7 +84,8 @@ class Linear(nn.Module):
         one that another module owns.
 
         Args:
-            quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
+            quantised: gives matrix 0, the only one, as it has been quantised or packed; the plain one need not be
+                filled then.
             amx: see `pack_product`.
             parts: gives the weight some rows at a time, see `pack_parts`; it need not be filled then.
         """

@@ -321,7 +321,7 @@ def keeps_rows(transform: Transform) -> bool:
     """Whether all that a transformation does is to put whole rows elsewhere: then it does the same with what is stored
     of each row, integers and scales."""
     match transform:
-        case Same() | Swapped() | Interleaved():
+        case Same() | Swapped() | Interleaved() | Alternating():
             return True
         case Joined(inner=several):
             return all(map(keeps_rows, several))

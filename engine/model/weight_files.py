@@ -31,6 +31,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
+ALIGNED = 64
+"""Bytes that what follows a `header` is aligned to in its file."""
 MAPPED = 1 << 24
 """Bytes of files that are in memory because they were read, before they are released."""
 
@@ -254,7 +256,7 @@ class Checkpoint:
         packed, parts = self._packed[place]
         assert packed.quantised is not None
         made = packed.quantised(*self._read_parts(parts))
-        return made if packed.own is None or not own else as_blocks(made)
+        return as_blocks(made) if packed.own is not None and own and isinstance(made, Quantised) else made
 
     def stored_name(self, name: str) -> str:
         """The file's name for a tensor."""
@@ -329,7 +331,7 @@ def header(
 
     Args:
         tensors: by name, in the order in which they lie: format in safetensors' words, shape, bytes. Where wider
-            formats come first, all are aligned.
+            formats come first, all are aligned; the first one to `ALIGNED` bytes.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -337,7 +339,7 @@ def header(
         begins[name], end = end, end + size
         entries[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begins[name], end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNED)
     return len(text).to_bytes(8, "little") + text, begins
 
 

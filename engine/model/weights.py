@@ -44,6 +44,7 @@ def load_model(
     show_progress: bool | None = None,
     quantization: Wanted | None = None,
     quantization_cache: str | None = "off",
+    share_weights: bool = False,
     pack: bool = False,
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
@@ -54,6 +55,7 @@ def load_model(
         max_model_len, max_encoder_len: as for `Transformer`.
         quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
         quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
+        share_weights: all matrices that a CPU's own kernels multiply by are kept there.
         pack: a CPU's plain matrices, too, are packed as soon as they are filled; `Transformer.pack` does the rest.
 
     Raises:
@@ -116,8 +118,13 @@ def load_model(
             with bar:
                 _fill(checkpoint, destinations, bar)
         else:
-            folder = None if quantization is None else find_folder(quantization_cache)
-            with bar, MatrixLoading(model, quantization, checkpoint, destinations, folder, bar.update) as matrices:
+            folder = None if quantization is None and not share_weights else find_folder(quantization_cache)
+            with (
+                bar,
+                MatrixLoading(
+                    model, quantization, checkpoint, destinations, folder, share_weights, bar.update
+                ) as matrices,
+            ):
                 bar.total = _size_of(destinations) + matrices.kept_bytes
                 _fill(checkpoint, destinations, bar, matrices)
                 matrices.finish()

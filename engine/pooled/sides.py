@@ -49,12 +49,7 @@ class SideReading:
         if self.filler is None or limit is None or count >= limit:
             return source, params
         more = limit - count
-        types = source.token_type_ids
-        filled = replace(
-            source,
-            token_ids=[*source.token_ids, *[self.filler] * more],
-            token_type_ids=None if types is None else [*types, *[0] * more],
-        )
+        filled = source.filled([self.filler] * more)
         return filled, params if self.attended else replace(params, attended=count)
 
     def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:

@@ -110,6 +110,8 @@ class Run(ABC, Generic[Piece, Choice]):
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
     shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer
+    _left_out: list[str] = field(default_factory=list)
     _ticket: Place | None = None
     _size: int = 0  # bytes of memory that the answer may take
     _stream: Events[Piece] | None = None  # once the prompts are known
@@ -197,7 +199,8 @@ class Run(ABC, Generic[Piece, Choice]):
         headers, ticket = await self.begin(request)
         wanted = Wanted(self.service.drain, self.interrupted)
         if self.body.stream:
-            return EventStream(self.events_of(ticket), wanted, headers, held=ticket, failing=self.failing)
+            events = self.record.streamed(self.events_of(ticket))
+            return EventStream(events, wanted, headers, held=ticket, failing=self.failing)
         try:
             with ticket:
                 content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
@@ -211,19 +214,37 @@ class Run(ABC, Generic[Piece, Choice]):
         Raises:
             ApiError, EngineDeadError: it cannot be served now.
         """
-        headers = ignored_header(self.ignored_fields())
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
-        self.record = self._record(request.url.path)
-        self.record.ignored = headers.get(IGNORED_HEADER)
-        self.record.belongs_to(request)
+        headers = self.prepare(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():
-            self._ticket = await self.service.admit(*self.size(), self.terms)
-        return headers, self._ticket
+            return headers, await self.admitted()
 
-    def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The answer as events; see `EventStream`."""
-        return self.record.streamed(self._events(ticket))
+    def prepare(self, request: Request) -> dict[str, str]:
+        """The headers of the answer, once the request's terms and record are made."""
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.record = self._record(request.url.path)
+        self.record.belongs_to(request)
+        self.leave_out(*self.ignored_fields())
+        return self.headers
+
+    async def admitted(self, *, patient: bool = False) -> Place:
+        """The request's slots.
+
+        Args:
+            patient: the request will be tried again, so that a refusal does not count.
+
+        Raises:
+            ApiError, EngineDeadError: it cannot be served now.
+        """
+        self._ticket = await self.service.admit(*self.size(), self.terms, patient=patient)
+        return self._ticket
+
+    def leave_out(self, *names: str) -> None:
+        """Tell the client, and the log, that these fields of its request do not change the answer as they say. Headers
+        are sent when the prompts are known."""
+        self._left_out += names
+        self.headers.update(ignored_header(self._left_out))
+        self.record.ignored = self.headers.get(IGNORED_HEADER)
 
     def _record(self, path: str) -> RequestRecord:
         return RequestRecord(
@@ -259,8 +280,9 @@ class Run(ABC, Generic[Piece, Choice]):
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
-    async def _events(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The answer as events; first those that open it, or an empty item, once the engine has accepted it."""
+    async def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
+        """The answer as events (see `EventStream`): first those that open it, or an empty item, once the engine has
+        accepted it."""
         try:
             with self._working(ticket):
                 prompts = await self._prompts(ticket)

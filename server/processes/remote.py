@@ -60,22 +60,33 @@ class RemoteGate:
         await self.ask(LookAt(self._name, tenant))
 
     async def admit(
-        self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
     ) -> RemotePlace:
         """Raises ApiError: there is no room."""
         place = RemotePlace(self, self._line, prompts)
         try:
-            await self.ask(Admit(place.number, self._name, prompts, tokens, tenant, deadline))
+            asked = Admit(place.number, self._name, prompts, tokens, tenant, deadline)
+            await self.ask(asked, counts=not patient)
         except BaseException:  # whose answer may come too late
             place.release()
             raise
         return place
 
-    async def ask(self, question: Body) -> None:
-        """Raises ApiError: the desk refuses it."""
+    async def ask(self, question: Body, *, counts: bool = True) -> None:
+        """Ask the desk; a refusal is counted, unless `counts` is false.
+
+        Raises:
+            ApiError: the desk refuses it.
+        """
         answer = await self._line.ask(question)
         if isinstance(answer, Refused):
-            if answer.reason is not None:
+            if counts and answer.reason is not None:
                 self._rejected(answer.reason)
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code, headers=answer.headers)
 

@@ -122,7 +122,7 @@ def refusal(program: Program, dtype: torch.dtype) -> str | None:
 
 def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
     """An encoder's inputs in the order of their length, and [Tp] the places that their tokens had."""
-    rows, types, rotary = inputs.metadata, inputs.types, inputs.rotary_positions
+    rows = inputs.metadata
     order = sorted(range(len(rows.query_lens)), key=rows.query_lens.__getitem__)
     starts = rows.query_start.tolist()
     parts = [torch.arange(starts[row], starts[row + 1]) for row in order]
@@ -133,9 +133,7 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
         token_ids=inputs.token_ids[places],
         positions=inputs.positions[places],
         metadata=AttentionMetadata.build(lens, contexts, places.device),
-        types=None if types is None else types[places],
-        boxes=None if inputs.boxes is None else inputs.boxes[places],
-        rotary_positions=None if rotary is None else rotary[places],
+        sides={name: values[places] for name, values in inputs.sides.items()},
         signals=[inputs.signals[row] for row in order] if inputs.signals else (),
     )
     return made, places

@@ -253,12 +253,61 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Te
         ValueError: it is not such a matrix, or the bias does not go with it.
     """
     weight = _matrix(weight)
-    kind: Kind = "float32" if weight.dtype == torch.float32 else "bfloat16"
-    if amx and weight.shape[1] > 0 and weight.shape[1] % _AMX_INPUTS == 0 and has_amx():
-        kind = "amx_float32" if kind == "float32" else "amx_bfloat16"
-    packed = _room(kind, weight.shape[0], weight.shape[1], bias, into)
+    packed = _room(plain_kind(weight.dtype, weight.shape[1], amx), weight.shape[0], weight.shape[1], bias, into)
     _PACK[weight.dtype].call(weight.data_ptr(), weight.stride(0), packed.data.data_ptr(), *weight.shape)
     return packed
+
+
+def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
+    """The kind that `pack` makes of a weight of float32 or bfloat16.
+
+    Args:
+        amx: see `pack`.
+    """
+    tiles = amx and inputs > 0 and inputs % _AMX_INPUTS == 0 and has_amx()
+    if dtype == torch.float32:
+        return "amx_float32" if tiles else "float32"
+    return "amx_bfloat16" if tiles else "bfloat16"
+
+
+def quantised_kind(bits: Literal["int8", "int8-fast", "int4"], rotated: bool, amx: bool | None = None) -> Kind:
+    """The kind that `pack_int8`, `pack_int8_fast` or `pack_int4` makes.
+
+    Args:
+        rotated: int8 in rotated groups.
+        amx: see `pack_int8`.
+    """
+    if bits == "int8-fast":
+        return "int8_fast"
+    if bits == "int4":
+        return "amx_int4" if _goes_by_tiles("int4", amx) else "int4"
+    tiles = _goes_by_tiles("int8", amx)
+    if rotated:
+        return "amx_int8_rotated" if tiles else "int8_rotated"
+    return "amx_int8" if tiles else "int8"
+
+
+def size_of(kind: Kind, outputs: int, inputs: int) -> int:
+    """Bytes of the `Packed.data` of a weight [outputs, inputs]."""
+    return _layout(kind, outputs, inputs)[0]
+
+
+def packed_from(kind: Kind, data: Tensor, outputs: int, inputs: int) -> Packed:
+    """A weight that was laid out before by the same library.
+
+    Args:
+        data: its `Packed.data`, aligned to 64 bytes; more may follow.
+    """
+    return _room(kind, outputs, inputs, None, data)
+
+
+def with_bias(packed: Packed, bias: Tensor | None) -> Packed:
+    """The weight with this bias, or none.
+
+    Raises:
+        ValueError: the bias does not go with it.
+    """
+    return replace(packed, bias=_bias_of(bias, packed.outputs))
 
 
 def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
@@ -332,11 +381,10 @@ def pack_int8(
     if made.rotated:
         _check(made.values, torch.int8, (outputs, groups * GROUP))
         _check(made.scales, torch.uint8, (outputs, 4 + groups))
-        kind: Kind = "amx_int8_rotated" if _goes_by_tiles("int8", amx) else "int8_rotated"
-        return _laid_out(kind, _PACK_INT8_ROTATED, made, bias, into)
+        return _laid_out(quantised_kind("int8", True, amx), _PACK_INT8_ROTATED, made, bias, into)
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float16, (outputs, groups))
-    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias, into)
+    return _laid_out(quantised_kind("int8", False, amx), _PACK_INT8, made, bias, into)
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
@@ -370,7 +418,7 @@ def pack_int4(
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.float16, (outputs, groups, 2))
-    return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias, into)
+    return _laid_out(quantised_kind("int4", False, amx), _PACK_INT4, made, bias, into)
 
 
 def pack_parts(
@@ -572,11 +620,17 @@ def scratch(size: int) -> int:
 
 
 def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None, into: Tensor | None = None) -> Packed:
+    size, tile_rows, tile_bytes, panel = _layout(kind, outputs, inputs)
+    data = _weights.take(size) if into is None else into[:size]
+    return Packed(kind, data, _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+
+
+def _layout(kind: Kind, outputs: int, inputs: int) -> tuple[int, int, int, int]:
+    """Bytes of a packed weight, and `Packed`'s tile_rows, tile_bytes and panel."""
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
-    data = _weights.take(size) if into is None else into[:size]
-    return Packed(kind, data, _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+    return size, tile_rows, tile_bytes, panel
 
 
 def _bias_of(bias: Tensor | None, outputs: int) -> Tensor | None:

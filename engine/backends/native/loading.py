@@ -38,12 +38,15 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 class Library:
     """The kernels for one instruction set.
 
+    Attributes:
+        name: changes with the sources, so that what one library has laid out no other one reads.
+
     Raises:
         OSError: it cannot be loaded.
     """
 
     def __init__(self, isa: str, path: Path):
-        self.isa = isa
+        self.isa, self.name = isa, path.name
         self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
     def function(self, name: str, signature: str) -> Callable[..., None]:

@@ -83,7 +83,7 @@ class TritonExecutor:
         """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""
         lens = inputs.metadata.query_lens
         one_each = len(lens) == inputs.tokens and max(lens, default=1) == 1
-        return self._finds_slots and one_each and inputs.rotary_positions is None
+        return self._finds_slots and one_each and inputs.rotary_rows is inputs.positions
 
 
 class _Fusing:

@@ -51,8 +51,8 @@ class Packed:
         decode: makes a tensor of that shape of the parts, in their order.
         format: of that tensor, in safetensors' words.
         kind: what of ours the parts are, but for the rounding of minima; None for nothing.
-        quantised: makes that of them.
-        own: blocks that have fewer bits than that; None for none.
+        quantised: makes that of them, or the blocks of `own`.
+        own: blocks that have fewer bits than `kind`; None for none.
     """
 
     name: str
