@@ -115,7 +115,7 @@ class Matrix:
         }
 
     def tensors_of(self, made: Quantised | Packed) -> list[Tensor]:
-        """What is put into these tensors."""
+        """The tensors to write for a quantised matrix, in the order of their names."""
         if isinstance(made, Quantised):
             return [made.values, made.scales]
         parts = made.parts or (made,)
@@ -151,7 +151,7 @@ class Matrix:
 
 
 class Cache:
-    """Where one model's matrices are kept.
+    """The folder that keeps one model's matrices.
 
     Args:
         folder: of all entries; it is made if it is not there.
