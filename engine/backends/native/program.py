@@ -95,7 +95,7 @@ class PageTensors:
 
 
 class Pages:
-    """Where a layer's pages are, told to the program before its first step, and again when they have moved."""
+    """The addresses of a layer's pages, told to the program before its first step, and again when they have moved."""
 
     def __init__(self) -> None:
         self._structure: Any = _Pages()
