@@ -93,7 +93,7 @@ class EngineConfig:
         catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
             an object with text or ids. For several lists, repeat the flag or separate them by commas.
         seed: seed for requests without a seed of their own (default: random).
-        show_progress: show a progress bar while weights load.
+        show_progress: show a progress bar while weights load (default: if stderr is a terminal).
     """
 
     model: str
@@ -127,7 +127,7 @@ class EngineConfig:
     max_num_beams: int | None = None
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
-    show_progress: bool = True
+    show_progress: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -1,4 +1,4 @@
-"""What a load needs besides the checkpoint itself: memory, readable files, and how long inputs may be."""
+"""Checks of a load besides the checkpoint itself: memory, readable files, and the lengths of inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_weights_fit(
     limits the memory, its limit counts (`engine.host.cgroups`).
 
     Args:
-        scheme: how weights of few bits are stored.
+        scheme: how quantised weights are stored.
         utilization: share of a GPU's memory that may be used.
 
     Raises:
@@ -102,7 +102,7 @@ def _instead(
     device: torch.device,
     quantization: Wanted | None,
 ) -> str:
-    """What to do about weights of so many bytes that a GPU has no memory for."""
+    """Advice about weights of so many bytes that a GPU has no memory for."""
     others = "a smaller model"
     if quantization is None:
         others += ", a 16-bit --dtype" * (dtype.itemsize > 2) + ", smaller weights (--quantization int8 or int4)"
@@ -139,7 +139,7 @@ def find_quantization(
 
     Args:
         path: of the checkpoint.
-        scheme: how the checkpoint stores weights of few bits, which may say what they are to be; where a GPU has no
+        scheme: how the checkpoint stores quantised weights, which may say what they are to be; where a GPU has no
             kernels for that they are plain there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a model can serve, by its parts and its config."""
+"""The tasks that a model can serve, by its parts and its config."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Abilities:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
-    token_types: int = 0
+    sides: dict[str, int] = field(default_factory=dict)
     second_after: int | None = None
-    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -59,7 +58,7 @@ _CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 
 def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
-    """What the model of a transformers config can serve.
+    """The tasks that the model of a transformers config can serve.
 
     Args:
         pipeline: what its folder says of its embeddings.
@@ -68,10 +67,9 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         ModelLoadError: the pipeline does not fit the model.
     """
     embedding = model.trunk.embedding
-    found: dict[str, Any] = {"lower_case": pipeline.lower_case}
+    found: dict[str, Any] = {"lower_case": pipeline.lower_case, "sides": model.trunk.sides}
     found["filler"] = model.filler
     if isinstance(embedding, spec.Tokens):
-        found["token_types"], found["boxes"] = embedding.token_types, embedding.boxes
         found["second_after"] = embedding.second_after
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan | spec.LabelledSpans)):

@@ -26,7 +26,7 @@ class ExpertMatrices(nn.Module):
 
     Attributes:
         packed: the matrices as a CPU's kernels read them.
-        few_bits: all of them with few bits on a GPU; numbers and scales begin with [count, out].
+        few_bits: all of them, quantised, on a GPU; numbers and scales begin with [count, out].
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
@@ -41,7 +41,7 @@ class ExpertMatrices(nn.Module):
         self.taken = False
 
     def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight | Packed] | None = None) -> None:
-        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU where they have few bits; the
+        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU if they are quantised; the
         plain ones are given up, or are on the model's device from then on.
 
         Args:
@@ -75,7 +75,7 @@ class ExpertMatrices(nn.Module):
 
     @property
     def held(self) -> Tensor | Quantised:
-        """As a GPU's kernels read them."""
+        """The matrices as a GPU's kernels read them."""
         return self.weight if self.few_bits is None else self.few_bits
 
 

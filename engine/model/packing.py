@@ -1,4 +1,4 @@
-"""Matrix products with weights that were laid out once: on a CPU by our own kernels or by oneDNN, or of few bits."""
+"""Matrix products with weights that were laid out once: on a CPU by our own kernels or by oneDNN, or quantised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedProduct:
         compute: the product.
         invariant: a row of it never depends on the others, however many there are.
         native: the weight, where our own kernels compute it on a CPU.
-        few_bits: the weight, where it has few bits on a GPU.
+        few_bits: the weight, if it is quantised and on a GPU.
         look_up: rows [N] of the weight in a format, [N, in]; None where they cannot be read from its packed form.
     """
 

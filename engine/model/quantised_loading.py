@@ -312,7 +312,7 @@ class MatrixLoading:
 
 def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
     """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
-    it has other few bits, none if it is plain. The log names formats that become larger.
+    it is quantised otherwise, none if it is plain. The log names formats that become larger.
 
     Args:
         checkpoint: under the table's names.

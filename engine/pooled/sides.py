@@ -20,7 +20,7 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """How texts of one side become inputs.
+    """The rules by which texts of one side become inputs.
 
     Attributes:
         marker: the token after an input's first one.
@@ -49,12 +49,7 @@ class SideReading:
         if self.filler is None or limit is None or count >= limit:
             return source, params
         more = limit - count
-        types = source.token_type_ids
-        filled = replace(
-            source,
-            token_ids=[*source.token_ids, *[self.filler] * more],
-            token_type_ids=None if types is None else [*types, *[0] * more],
-        )
+        filled = source.filled([self.filler] * more)
         return filled, params if self.attended else replace(params, attended=count)
 
     def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:

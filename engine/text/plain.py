@@ -93,7 +93,7 @@ class PlainTokenizer:
         return found
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """How the vocabulary writes a token."""
+        """The vocabulary's spelling of tokens."""
         found: str | None = self._tokenizer.id_to_token(token)
         return found
 

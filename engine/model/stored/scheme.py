@@ -1,4 +1,4 @@
-"""How a checkpoint stores matrices in few bits: which tensors one consists of, and what they hold."""
+"""The ways in which checkpoints store quantised matrices: the tensors of each, and the numbers that they hold."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Tensors(Protocol):
     names: dict[str, tuple[Path, str]]
 
     def shape(self, name: str) -> Size:
-        """Of a tensor."""
+        """The shape of a tensor."""
         ...
 
     def format(self, name: str) -> str:
-        """In safetensors' words: F32, I8 …"""
+        """The format of a tensor, in safetensors' words: F32, I8 …"""
         ...
 
     def read(self, name: str) -> Tensor:
-        """As it is stored."""
+        """The tensor as it is stored."""
         ...
 
 
@@ -66,7 +66,7 @@ class Packed:
 
 
 class Scheme(ABC):
-    """What a `quantization_config` describes."""
+    """The scheme that a `quantization_config` describes."""
 
     title: str
     """For messages: `4-bit GPTQ`."""
