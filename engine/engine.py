@@ -164,7 +164,7 @@ class Engine:
 
     @property
     def runner(self) -> ModelRunner:
-        """What computes, where that is in this process."""
+        """The runner, if it is in this process."""
         assert isinstance(self.executor, LocalExecutor)
         return self.executor.runner
 
@@ -373,7 +373,7 @@ class Engine:
         return stats
 
     def cache_map(self) -> CacheMap:
-        """What the pages hold at this moment, and for which requests."""
+        """The contents of the pages at this moment, and the requests that use them."""
         return draw_map(self.scheduler.pool, self.scheduler.groups())
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""What a start would find, without starting: torch, the device, the checkpoint and the memory it takes."""
+"""An inspection of what a start would find, without starting: torch, the device, the checkpoint and its memory."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class ModelFacts:
         architecture: the name in its config.json.
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
-        weights: size of the parameters in that dtype, or as few bits as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no weights of few bits.
+        weights: size of the parameters in that dtype, or quantised as the settings say.
+        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
         resident: what the engine's process takes on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
@@ -91,7 +91,7 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
+        stored: of a GGUF file, or of a checkpoint with quantised weights, how many bytes are in each format, the most
             first (`Checkpoint.stored_bytes`).
         hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
@@ -124,7 +124,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """Where quantised weights are kept.
+    """The folder that keeps quantised weights.
 
     Attributes:
         folder: None where they are not.
@@ -139,7 +139,7 @@ class CacheFacts:
 
 
 def inspect_torch() -> TorchFacts:
-    """What torch says of itself."""
+    """The facts about the installed torch."""
     available = torch.cuda.is_available()
     kernels, no_kernels = native.prospect()
     return TorchFacts(
@@ -153,7 +153,7 @@ def inspect_torch() -> TorchFacts:
 
 
 def inspect_threads(config: EngineConfig) -> Threads:
-    """How many threads would compute on the CPU, and why."""
+    """The number of threads that would compute on the CPU, and the reason."""
     return choose_threads(config.threads, given_environment())
 
 
@@ -194,8 +194,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, path, device, scheme)
-    if device.type != "cpu":  # of a CPU its pages say it
-        check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
+    check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None

@@ -35,7 +35,7 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # to start Python; k
 
 
 class LoopWatchdog:
-    """From `start` to `stop`, the event loop must come by, or the process ends.
+    """A watch over the event loop: from `start` to `stop` it must come by, or the process ends.
 
     Args:
         timeout: seconds that it may stand still; 0: for ever.

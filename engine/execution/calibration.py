@@ -1,4 +1,4 @@
-"""What int8 and fp8 pages subtract from keys before they are quantised.
+"""The offsets that int8 and fp8 pages subtract from keys before they quantise them.
 
 Some features of keys are large for every token, and a scale that covers those leaves few steps to the others
 (arXiv:2401.18079). What they have in common is known once for all: a mean key for each layer and head. Distances

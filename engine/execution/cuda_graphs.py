@@ -168,7 +168,7 @@ class DecodeGraphs:
         return self.one_row.recorder(name, outcome)
 
     def _step(self, size: int) -> Callable[[RowForm], None]:
-        """What a graph of `size` rows does."""
+        """The work of a graph of `size` rows."""
         inputs = self.state.inputs(size)
         caches = self._cache.views(inputs.tables)
         metadata = self._metadata(inputs.contexts, size, self._model.max_model_len)

@@ -1,4 +1,4 @@
-"""What a decoding step reads, kept on the device from step to step.
+"""The inputs of decoding steps, kept on the device from step to step.
 
 A step in which every row computes one token differs from the step before in little: each row's token is the one that
 was just sampled, which the device knows; its position is one further, which the device can count; and now and then a
@@ -129,7 +129,7 @@ class DecodeState:
         return self._sender.count
 
     def inputs(self, rows: int) -> DecodeInputs:
-        """What a step of so many rows, padding included, reads."""
+        """The inputs of a step of so many rows, padding included."""
         fixed, tables, memories = (
             self._state[part.first : part.first + part.wanted.size].view(part.wanted.shape)
             for part in (self._fixed, self._tables, self._memories)

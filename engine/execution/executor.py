@@ -1,4 +1,5 @@
-"""What computes steps for the engine: it takes plans, gives answers, and is all that the engine knows of a device."""
+"""The interface of the code that computes steps: it takes plans, gives answers, and is all that the engine knows of
+a device."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from engine.scheduling.plan import Int32, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the engine has to know of the model that an executor has loaded.
+    """The facts that the engine needs about the model that an executor has loaded.
 
     Attributes:
         info: what can be said of it without a scheduler and the model's decoding defaults.

@@ -162,7 +162,7 @@ class PromptGraphs:
         return [*[self._longest] * whole, left, *[0] * self._rows][: self._rows]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """What a graph of `size` tokens does."""
+        """The work of a graph of `size` tokens."""
         end = self._columns * size
         fixed = self._state[:end].view(self._columns, size)
         tokens, sources, positions = fixed[:3]

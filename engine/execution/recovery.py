@@ -43,7 +43,7 @@ class TooLarge(Exception):
 
 
 class Recovery:
-    """What becomes of steps that fail, and what the last shortages of memory taught.
+    """The recovery from steps that fail, and the limits that the last shortages of memory taught.
 
     Args:
         scheduler: whose steps in flight they are.
@@ -63,7 +63,7 @@ class Recovery:
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
-        """What the next step may hold, of what it might hold for other reasons."""
+        """The limit of the next step, within a limit that has other reasons."""
         if self.tokens == _UNBOUNDED:
             return given
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))

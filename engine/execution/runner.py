@@ -146,7 +146,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compile what copies, sampling, experts and products with weights of few bits need, where it is compiled: no
+        """Compile what copies, sampling, experts and products with quantised weights need, where it is compiled: no
         request should wait for that."""
         modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
         with gpu.current(self.model.device):

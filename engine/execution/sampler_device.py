@@ -31,7 +31,7 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(slots=True, kw_only=True)
 class DeviceSamples:
-    """What was sampled, on the device; valid until the sampler is used again, except for what was fetched.
+    """The sampled tokens, on the device; valid until the sampler is used again, except for what was fetched.
 
     Attributes:
         tokens, logprobs: [S, C] as in `StepResult`.

@@ -23,7 +23,7 @@ from engine.scheduling.plan import Int32, SamplingBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which rows of a batch are what.
+    """The kinds of a batch's rows.
 
     Attributes:
         width, number: columns of tokens, and of the most probable ones that are reported.

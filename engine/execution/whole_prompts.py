@@ -119,20 +119,20 @@ def look_at_flash(
 
 
 def _too_short(max_tokens: int) -> str:
-    """Why steps hold no prompt that is long enough; "" if they do."""
+    """The reason why steps hold no prompt that is long enough; "" if they do."""
     if max_tokens >= (fewest := attention_flash.FEWEST):
         return ""
     return f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
 
 
 def _own_attentions(model: Transformer) -> list[Attend]:
-    """Those of a decoder's layers to their own tokens."""
+    """The attentions of a decoder's layers to their own tokens."""
     operations = () if model.decoder is None else model.decoder.program.operations
     return [one for one in operations if isinstance(one, Attend) and isinstance(one.module, SelfAttention)]
 
 
 def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
-    """Why torch's flash attention does not stand in for an attention; "" where it may."""
+    """The reason why torch's flash attention does not stand in for an attention; "" if it may."""
     assert model.decoder is not None
     return attention_flash.obstacle(
         model.dtype,

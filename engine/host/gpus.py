@@ -24,7 +24,7 @@ def has_driver() -> bool:
 
 
 def driver_version() -> str | None:
-    """That of the loaded driver, such as "580.65.06"; None where it cannot be read."""
+    """The version of the loaded driver, such as "580.65.06"; None if it cannot be read."""
     try:
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _VERSION.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -33,7 +33,7 @@ def driver_version() -> str | None:
 
 
 def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
-    """Why torch sees no GPU, and what to do about it.
+    """The reason why torch sees no GPU, and what to do about it.
 
     Args:
         cuda, rocm: the version that torch was built for; None: for none. Without either it is a CPU build.
@@ -129,7 +129,7 @@ def shown_too_few(count: int) -> tuple[str, str] | None:
 
 
 def another(count: int) -> str:
-    """How to name another of the GPUs that torch sees."""
+    """A sentence on how to name another of the GPUs that torch sees."""
     listed = os.environ.get(_SETTING)
     text = f"Use --device cuda:N with N from 0 to {count - 1}."
     if listed is not None:

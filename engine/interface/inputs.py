@@ -24,7 +24,7 @@ _KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
 
 @dataclass(frozen=True, slots=True)
 class ReadInput:
-    """What a request is about, checked.
+    """A request's input after all checks.
 
     Attributes:
         token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
@@ -165,7 +165,7 @@ def _read_signal(
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
-    """What a decoder reads of an input to classify it.
+    """The decoder's input when a model classifies by repeating the encoder's input.
 
     Raises:
         InvalidRequestError: the input has no end, where its class would be read off.
@@ -200,7 +200,7 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
 
 
 def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
-    """What the decoder begins with: the request's own start token, or the model's; None if neither says.
+    """The decoder's first token: the request's own start token, or the model's; None if neither sets one.
 
     Raises:
         InvalidRequestError: a start token for a decoder-only model, or outside the vocabulary.

@@ -1,4 +1,4 @@
-"""What a caller hands in: inputs and parameters, frozen and validated at the border.
+"""Requests as a caller hands them in: inputs and parameters, frozen and validated at the border.
 
 Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
 where the model has none, the value given in the field's description. Names are vLLM's.
@@ -159,7 +159,7 @@ EngineInput = TokenInput | Seq2SeqInput | PixelInput | AudioInput | Sequence[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to decode one request.
+    """The decoding parameters of one request.
 
     Attributes:
         max_tokens: most tokens to generate (default: the model's own, else 16).
@@ -370,7 +370,7 @@ class SamplingParams:
         check_no_beams(self.num_beams)
         for other in ("allowed_token_ids", "constraint"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with reasoning_budget, which lets other tokens come.")
+                fail(other, f"{other} cannot be used with reasoning_budget, which changes the allowed tokens itself.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -396,7 +396,7 @@ class SamplingParams:
             fail("ignore_eos", "ignore_eos cannot be used with constraint: answers end where a title does.")
         for other in ("allowed_token_ids", "forced_eos_token_id", "structured_outputs"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
+                fail(other, f"{other} cannot be used with constraint, which sets the allowed tokens itself.")
 
     def _check_timestamps(self) -> None:
         if not self.timestamps:

@@ -1,4 +1,4 @@
-"""What a model can serve, by its parts and its config."""
+"""The tasks that a model can serve, by its parts and its config."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 
 def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
-    """What the model of a transformers config can serve.
+    """The tasks that the model of a transformers config can serve.
 
     Args:
         pipeline: what its folder says of its embeddings.

@@ -33,7 +33,7 @@ class BiasTable(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self) -> DistanceBias | PositionBias:
-        """What `AttentionBackend.attend` takes."""
+        """The bias in the form of `AttentionBackend.attend`."""
         return PositionBias(self.table) if self.zero is None else DistanceBias(self.table, zero=self.zero)
 
 

@@ -1,4 +1,4 @@
-"""What a stack begins with: token ids, an image's patches, or frames of sound, to vectors."""
+"""The beginning of a stack: token ids, an image's patches, or frames of sound, to vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one pass through a stack is given."""
+"""The inputs of one pass through a stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.layers import CrossPages, Linear
 
 
 class Adapters(Protocol):
-    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
+    """The additions of low-rank adapters to products (arXiv:2106.09685); each row of a pass has one or none."""
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
         """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
@@ -23,10 +23,10 @@ class Adapters(Protocol):
 
 
 class QueryKeeper(Protocol):
-    """Is shown the queries of a pass to an encoder's keys."""
+    """A function that sees the queries of a pass to an encoder's keys."""
 
     def __call__(self, layer: int, queries: Tensor) -> None:
-        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        """Take the queries of a layer, [Tp, heads, head_dim], which are overwritten later."""
         ...
 
 
@@ -79,7 +79,7 @@ class Inputs:
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:
-        """For a program that takes rows x [N, features] which are independent of each other."""
+        """The inputs of a program that takes rows x [N, features] which are independent of each other."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
         metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))

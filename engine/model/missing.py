@@ -1,4 +1,4 @@
-"""Which parts of a model have no implementation yet."""
+"""The parts of a model that have no implementation yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.model.positions import Disentangled, Learned, QueryBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
-    """What of the model has no implementation, one line a part; empty if all of it can be served."""
+    """The parts of the model that have no implementation, one per line; empty if all of it can be served."""
     missing: list[str] = []
     if model.decoder is None and isinstance(model.head, spec.Lm):
         missing.append("language-model heads over an encoder")

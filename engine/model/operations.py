@@ -20,7 +20,7 @@ from engine.model.layers import Linear, SpanConvolution, XieluFeedForward
 
 
 class HasRows:
-    """What an operation reads and writes."""
+    """The buffers that an operation reads and writes."""
 
     __slots__ = ()
     READS: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""What a stack computes, as a flat list of operations on rows of features.
+"""The computation of a stack, as a flat list of operations on rows of features.
 
 The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
 list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
@@ -215,7 +215,7 @@ class Builder:
         self.operations.append(operation)
 
     def program(self, result: Rows) -> Program:
-        """What was added."""
+        """The operations that were added."""
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
 
     def rows(self, name: str, width: int) -> Rows:

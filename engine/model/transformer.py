@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import PageShape
-from engine.backends.native.gemm import Weight
+from engine.backends.native.gemm import Packed, Weight
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         self,
         module: Linear | ExpertMatrices,
         kind: Held | None,
-        quantised: Callable[[int], Weight] | None = None,
+        quantised: Callable[[int], Weight | Packed] | None = None,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
         """Lay one matrix out, see `Linear.pack`. A head's matrix that is the token table, too, is kept once: tokens are
@@ -133,13 +133,16 @@ class Transformer(nn.Module):
         if not isinstance(module, Linear):
             module.pack(kind, quantised)
             return
-        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
-        many = self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
         table = module.weight
-        module.pack(kind, quantised, amx=many, parts=parts)
+        module.pack(kind, quantised, amx=self.reads_many(module), parts=parts)
         if module.shared and module.packed is not None and module.packed.look_up is not None:
             module.give_up_weight()
             self.look_up_elsewhere(table, module.packed.look_up)
+
+    def reads_many(self, module: Linear) -> bool:
+        """A matrix mostly multiplies many rows. Those of a decoder, or of a head, are few, which vectors serve as
+        well as matrix tiles."""
+        return self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
 
     def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
         """Read a token table's rows from where else they are kept."""
@@ -155,7 +158,7 @@ class Transformer(nn.Module):
             self.twin._make_ready()
 
     def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
-        """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
+        """Size of the parameters. Quantised ones are included if they are on a GPU, or not made yet.
 
         Args:
             quantization: what matrices that are not packed yet will become.
@@ -251,7 +254,7 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """What each decoder layer keeps of a token; empty for a model without a decoder."""
+        """The shapes of what each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = self.spec.decoder.attentions

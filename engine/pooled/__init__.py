@@ -1,5 +1,5 @@
-"""What pooling requests answer: from the engine's matrices to vectors, scores, classes, spans and tokens by name. Both
-faces, `LLM` and the server, use it."""
+"""The answers to pooling requests: from the engine's matrices to vectors, scores, classes, spans and tokens by name.
+Both `LLM` and the server use them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MaskedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """What all answers have.
+    """The common fields of all answers.
 
     Attributes:
         prompt_token_ids: the input's tokens as the model read them.
@@ -101,7 +101,7 @@ class EmbeddingOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput(PoolingOutput):
-    """How well two texts go together: a cross-encoder's score, or the cosine of their vectors.
+    """A score of how well two texts go together: a cross-encoder's score, or the cosine of their vectors.
 
     Attributes:
         score: of a cross-encoder after its activation.
@@ -127,7 +127,7 @@ class ClassificationOutput(PoolingOutput):
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are (vLLM's name)."""
+        """The number of classes (vLLM's name)."""
         return len(self.probs)
 
     @property
@@ -151,7 +151,7 @@ class TokenClassificationOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillMaskOutput(PoolingOutput):
-    """For each mask of one input, in their order, the most probable tokens in its place."""
+    """The most probable tokens for each mask of one input, in the order of the masks."""
 
     masks: list[list[MaskedToken]]
 
@@ -208,7 +208,7 @@ def masks_of(pooled: Pooled, encoding: Encoding, tokenizer: Tokenizer) -> list[l
 
 
 def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
-    """Where an input's masks are.
+    """The positions of an input's masks.
 
     Raises:
         InvalidRequestError: it has none, or the tokenizer knows no mask.

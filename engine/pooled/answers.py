@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTerms:
-    """What is asked for; the names are those of transformers' pipeline.
+    """The terms of a question; the names are those of transformers' pipeline.
 
     Attributes:
         top_k: how many answers, best first; there may be fewer.

@@ -20,7 +20,7 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """How texts of one side become inputs.
+    """The rules by which texts of one side become inputs.
 
     Attributes:
         marker: the token after an input's first one.

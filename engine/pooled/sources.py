@@ -1,5 +1,5 @@
-"""What callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and how the model reads
-them."""
+"""The inputs that callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and the way
+the model reads them."""
 
 from __future__ import annotations
 

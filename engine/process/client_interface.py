@@ -1,4 +1,4 @@
-"""What the server needs of an engine, whatever the engine runs in."""
+"""The interface of an engine for the server, whatever the engine runs in."""
 
 from __future__ import annotations
 

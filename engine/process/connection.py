@@ -119,7 +119,7 @@ class ConnectedClient(EngineClient):
 
     @property
     def death(self) -> str | None:
-        """Why the engine has died, if it has."""
+        """The reason why the engine has died, if it has."""
         return self._death
 
     @property

@@ -167,7 +167,7 @@ class EngineProcess:
         return str(reply.error()) if isinstance(reply, Failed) else None
 
     def epitaph(self, patience: float = 0.3) -> str:
-        """How the process ended, waiting a moment for its exit status."""
+        """The end of the process in words, waiting a moment for its exit status."""
         assert self._popen is not None
         try:
             status = self._popen.wait(patience)

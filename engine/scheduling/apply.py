@@ -46,7 +46,7 @@ _NO_ROWS: Mapping[int, int] = {}
 
 @dataclass(slots=True)
 class Outcome:
-    """What becomes of a group.
+    """The result for a group.
 
     Attributes:
         delta: news for the caller.
@@ -139,7 +139,7 @@ def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], promp
 
 
 def _problem(group: SequenceGroup) -> str | None:
-    """Why a constraint of the group allows no token any more, if that is so."""
+    """The reason why a constraint of the group allows no token any more, if that is so."""
     for sequence in group.sequences:
         constraint = sequence.constraint
         if isinstance(constraint, Failing) and constraint.problem is not None:

@@ -43,7 +43,7 @@ _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an e
 
 @dataclass(slots=True)
 class LastStep:
-    """What the last step has in common with the next one, where the same requests decode in both.
+    """The parts of the last step that the next one shares, if the same requests decode in both.
 
     Attributes:
         groups: the request of each row; empty where the step did more than decode.
@@ -306,7 +306,7 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 
 def _edits(rows: Seq[Row]) -> EditList:
-    """What is edited of each row: its tokens by kinds."""
+    """The edits of each row: its tokens by kinds."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
     values_of: dict[int, Float32] = {}  # values of parts that have one for each token
     for i, row in enumerate(rows):
@@ -357,7 +357,7 @@ def _masks(rows: Seq[Row]) -> dict[str, Any]:
 
 
 def _fill(rows: Seq[Row]) -> Masks:
-    """What constraints leave of the vocabulary; of one that is complete the end of the answer.
+    """The masks of what constraints leave of the vocabulary; of one that is complete, the end of the answer.
 
     An end that comes too early for `min_tokens` or `min_length` is left out, unless nothing else may come.
     """

@@ -18,7 +18,7 @@ from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
 class Drafter(Protocol):
-    """What expects tokens: by a small model, or by what the prompt holds already."""
+    """The source of expected tokens: a small model, or the tokens of the prompt."""
 
     def propose(self, request: Request, choice: int, tokens: Int32, most: int) -> Seq[int]:
         """Tokens that are likely to follow those of one of a request's answers and its prompt.

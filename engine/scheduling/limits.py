@@ -1,4 +1,4 @@
-"""What the scheduler can hold, and which requests it could never run."""
+"""The scheduler's limits, and the requests that could never run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefix cache has gained and lost, in the order in which it did: the pages that a router may count on."""
+"""The pages that the prefix cache has gained and lost, in order: a router may count on them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class EncoderBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossRows:
-    """What a plan's R rows read of encoder inputs.
+    """The encoder inputs that a plan's R rows read.
 
     Attributes:
         tables: [R, max blocks] pages of what each row's encoder input left, as `StepPlan.block_tables`.
@@ -179,7 +179,7 @@ class PoolingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one forward pass computes.
+    """The work of one forward pass.
 
     Attributes:
         token_ids, positions: [T].
@@ -274,7 +274,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledRow:
-    """What a `PoolingRow` asked for.
+    """The result for a `PoolingRow`.
 
     Attributes:
         values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as

@@ -1,4 +1,4 @@
-"""Which requests run in a step, with which tokens, on which pages; and what a step's answer means.
+"""The choice of the requests that run in a step, with their tokens and pages; and the use of a step's results.
 
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every step lets it catch
 up by as many as the step's budget allows. The shape is that of vLLM's v1 scheduler; that groups of sequences (beams, n

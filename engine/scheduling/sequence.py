@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request while it is alive: its sequences and their progress.
+"""The scheduler's state of a request while it is alive: its sequences and their progress.
 
 Only the `Scheduler` changes these objects.
 """
@@ -229,7 +229,7 @@ class Sequence:
 
 
 class Status(Enum):
-    """Where a group is."""
+    """The state of a group."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -375,7 +375,7 @@ class SequenceGroup:
         return len(self.sequences)
 
     def work(self) -> list[tuple[Sequence, int]]:
-        """Which sequences have how many tokens to schedule now."""
+        """The sequences with tokens to schedule now, and how many."""
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]

@@ -49,7 +49,7 @@ class SearchAhead:
 
 @dataclass(slots=True)
 class Step:
-    """What each group runs, the pages to copy for it, and what room is left.
+    """The work of each group in a step, the pages to copy for it, and the room that is left.
 
     Attributes:
         budget: tokens that may still be planned.

@@ -78,7 +78,7 @@ class BreakerTokens:
 
 
 class _Pieces:
-    """What each token adds to a text. Special tokens are what texts write for them."""
+    """The text that each token adds. Special tokens are what texts write for them."""
 
     def __init__(self, tokenizer: Tokenizer, size: int):
         self._tokenizer = tokenizer

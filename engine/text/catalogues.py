@@ -46,7 +46,7 @@ class Catalogue:
 
     @property
     def info(self) -> CatalogueInfo:
-        """What clients may know of it."""
+        """The facts for clients."""
         return CatalogueInfo(self.name, self.trie.num_sequences, self.trie.longest)
 
 
@@ -80,7 +80,7 @@ class Catalogues:
 
     @property
     def infos(self) -> tuple[CatalogueInfo, ...]:
-        """What clients may know of them."""
+        """The facts for clients."""
         return tuple(catalogue.info for catalogue in self._found.values())
 
     def completed(self, params: SamplingParams, prompt_len: int) -> SamplingParams:

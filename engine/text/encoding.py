@@ -1,4 +1,4 @@
-"""From a text, or a pair of texts, to what an encoder reads: tokens, segments, and the places that they come from."""
+"""The way from a text, or a pair of texts, to an encoder's input: tokens, segments, and their places in the text."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ class _Reader:
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:
-        """As much of a text as decides what its tokens are; the whole may take minutes."""
+        """A part of a text that is long enough to decide what its first tokens are; the whole may take minutes."""
         wanted = self._truncate or self._longest
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
         left = self._truncate is not None and self._tokenizer.truncation_side == "left"

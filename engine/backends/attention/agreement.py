@@ -1,4 +1,4 @@
-"""What queries, keys, lengths and tables must have in common, whichever backend is handed them."""
+"""Checks that queries, keys, lengths and tables agree, whichever backend gets them."""
 
 from __future__ import annotations
 

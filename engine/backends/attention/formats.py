@@ -45,7 +45,7 @@ def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """What `EngineConfig.kv_cache_dtype` calls a format."""
+    """The name of a format in `EngineConfig.kv_cache_dtype`."""
     return "fp8" if dtype == FP8 else str(dtype).removeprefix("torch.")
 
 

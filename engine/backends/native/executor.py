@@ -71,7 +71,7 @@ class _Call:
 
 
 def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
-    """Why an operation on rows of a format has no kernel in the library; None if it has one."""
+    """The reason why an operation on rows of a format has no kernel in the library; None if it has one."""
     if dtype not in FORMATS or not native.available():
         return f"there are no kernels for {dtype}" if native.available() else "there is no library"
     match operation:
@@ -108,7 +108,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
 
 
 def refusal(program: Program, dtype: torch.dtype) -> str | None:
-    """Why the library serves a program badly or not at all; None if it serves it.
+    """The reason why the library serves a program badly or not at all; None if it serves it.
 
     Matrices and pages are laid out for one or the other, so torch keeps programs in which it computes those.
     """

@@ -42,7 +42,7 @@ _STORED = {torch.int8: 1, FP8: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """What launches depend on.
+    """The device's properties that launches depend on.
 
     Attributes:
         capability: 80, 90, ...
@@ -273,7 +273,7 @@ def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
     scales = (kv.key_scales, kv.value_scales) if isinstance(kv, Paged) else (None, None)
     if any((scale is None) != (kind not in LARGEST) for scale in scales):
-        raise ValueError(f"scales belong to pages of int8 and fp8, not to keys of {format_name(kind)}")
+        raise ValueError(f"only int8 and fp8 pages have scales, got keys of {format_name(kind)}")
     if isinstance(bias, ContentBias):
         raise ValueError(f"{TritonAttention.name} attention has no content bias")
 

@@ -1,4 +1,4 @@
-"""What the decode and the prefill kernel of attention share: a tile of queries against a tile of keys.
+"""The common part of the decode and the prefill kernel of attention: a tile of queries against a tile of keys.
 
 Rows of a tile are pairs of a query and one of the heads that share keys; columns are keys. Scores and all sums are
 float32; the running softmax (arXiv:1805.02867) is in base 2, which GPUs have an instruction for. A running maximum of

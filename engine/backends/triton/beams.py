@@ -1,4 +1,4 @@
-"""Which beams go on with which tokens, and on which pages, found on a GPU before the host knows of it."""
+"""The next step's beams, with their tokens and pages, found on a GPU before the host knows them."""
 
 from __future__ import annotations
 

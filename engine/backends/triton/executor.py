@@ -128,7 +128,7 @@ class _Fusing:
         self.operations.append(Join(self._stream, addends, after, norm, out))
 
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
-        """None where torch computes them."""
+        """The operation that prepares and stores heads; None if torch computes them."""
         part, angles, heads, whole = operation.part, None, None, None
         if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
             self._missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
+"""Products with weights of 8 and 4 bits on a GPU, which read them packed and widen them in registers.
 
 A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
 (`engine.backends.native.gemm.Quantised`), in memory as there: 8.5 bits for each in plain groups, and 5. One row alone
@@ -37,7 +37,7 @@ _NUMBERS = 16 * 1024  # bytes of the rows that go with a tile
 
 
 class Tiling(NamedTuple):
-    """What a program of `rows_kernel` computes.
+    """The part of a product that a program of `rows_kernel` computes.
 
     Attributes:
         rows: no fewer than there are.
@@ -162,7 +162,7 @@ def widen_kernel(
 
 
 def bits(weight: Quantised) -> int:
-    """Of an integer: 8 or 4."""
+    """The bits of an integer: 8 or 4."""
     return 4 if weight.has_minima else 8
 
 
@@ -246,7 +246,7 @@ def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
             f"{list(scales.shape)}"
         )
     if not values.is_contiguous() or not scales.is_contiguous():
-        raise ValueError("a weight's numbers, and its scales, must lie side by side")
+        raise ValueError("a weight's numbers, and its scales, must be contiguous")
     if x.shape[-1:] != (inputs,) or x.device != values.device:
         raise ValueError(
             f"{list(x.shape)} on {x.device} is not multiplied by {[len(values), inputs]} on {values.device}"

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and which tokens an expert gets: by kernels that ask the device nothing."""
+"""The assignment of tokens to experts, by kernels that ask the device nothing."""
 
 from __future__ import annotations
 

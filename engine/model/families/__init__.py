@@ -156,7 +156,7 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """How a checkpoint stores weights of few bits; None for one of plain weights.
+    """How a checkpoint stores quantised weights; None for one of plain weights.
 
     Raises:
         UnsupportedModelError: in a way that is not read, or that the family has no place for.

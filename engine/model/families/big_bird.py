@@ -50,7 +50,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def blocks_of(config: Any) -> SparseBlocks | None:
-    """Which blocks the encoder's tokens see; None for all.
+    """The blocks that the encoder's tokens see; None for all.
 
     Raises:
         UnsupportedModelError: attention_type names no way to choose them.

@@ -1,4 +1,4 @@
-"""What several families read from their configs and tables in the same way."""
+"""The parts that several families read from their configs and tables in the same way."""
 
 from __future__ import annotations
 

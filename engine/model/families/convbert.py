@@ -28,8 +28,8 @@ def spec(config: Any) -> ModelSpec:
     heads = max(config.num_attention_heads // ratio, 1)
     if config.hidden_size % (2 * heads):
         raise UnsupportedModelError(
-            f"The config has {config.hidden_size} hidden features, which {heads} heads of attention and as many of "
-            "convolutions cannot share evenly."
+            f"The config has {config.hidden_size} hidden features, but {heads} attention heads and as "
+            "many convolution heads must share them evenly."
         )
     if config.conv_kernel_size % 2 == 0:
         raise UnsupportedModelError(

@@ -61,7 +61,7 @@ def _rotary(config: Any, head_dim: int) -> Rotary:
         return found
     if found.theta != USUAL_THETA or found.scaling is not None:
         raise UnsupportedModelError(
-            f"attn_config.rope_theta is {theta}, and rope_parameters has {found.theta}: give one of them alone."
+            f"attn_config.rope_theta is {theta}, and rope_parameters has {found.theta}: set only one of them."
         )
     return Rotary(found.dim, theta)
 

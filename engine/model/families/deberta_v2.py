@@ -209,7 +209,7 @@ def _embedding_weights(model: ModelSpec) -> list[Entry]:
 
 
 def _own_weights(model: ModelSpec) -> list[Entry]:
-    """What a stack has beside BERT's parts."""
+    """The weights of a stack beside BERT's parts."""
     stack = model.encoder
     assert stack is not None
     entries: list[Entry] = []

@@ -1,4 +1,4 @@
-"""What BART and its relatives share: one config, one set of names, and few places where they differ."""
+"""The common part of BART and its relatives: one config, one set of names, and few places where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encoder-only families have in common: BERT's stack under their own names for it, and the usual heads."""
+"""The common part of encoder-only families: BERT's stack under their own names for it, and the usual heads."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def turned(encoder: Stack, theta: float, *, interleaved: bool = False, in_float3
     head_dim = encoder.blocks[0].attention.head_dim
     if head_dim % 2:
         raise UnsupportedModelError(
-            f"The config's heads have {head_dim} features, but what is rotated must be an even number of them."
+            f"The config's heads have {head_dim} features, but rotary positions need an even number."
         )
     position = Rotary(head_dim, theta, interleaved=interleaved, in_float32=in_float32)
     blocks = (replace(block, attention=replace(block.attention, position=position)) for block in encoder.blocks)
@@ -198,7 +198,7 @@ def named_head(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """What a family calls the parts of a layer."""
+    """A family's names for the parts of a layer."""
 
     queries: str
     keys: str

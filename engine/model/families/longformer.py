@@ -32,7 +32,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def windows(config: Any, layers: int) -> list[Window]:
-    """What each layer sees: half of `attention_window` to either side.
+    """The window of each layer: half of `attention_window` to either side.
 
     Raises:
         UnsupportedModelError: the setting does not say that of each layer.

@@ -84,7 +84,7 @@ def _check(config: Any) -> None:
     """
     if not config.use_bottleneck:
         raise UnsupportedModelError(
-            "use_bottleneck of the config must be true: layers without one are not implemented."
+            "use_bottleneck of the config must be true: layers without a bottleneck are not implemented."
         )
     if config.normalization_type != "no_norm":
         raise UnsupportedModelError(

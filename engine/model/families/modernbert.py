@@ -140,7 +140,7 @@ def _fused(target: str, source: str, part: Attention) -> list[Entry]:
 def stack_weights(
     side: str, layers: Stack, projections: Callable[[str, str, Attention], Iterable[Entry]]
 ) -> list[Entry]:
-    """What all but the head reads.
+    """The weights of all but the head.
 
     Args:
         side: `encoder` or `decoder`, as the parameters' names begin.

@@ -38,8 +38,8 @@ def spec(config: Any) -> ModelSpec:
     check_settings(config)
     if config.relative_attention_num_buckets != _BIAS.buckets:
         raise UnsupportedModelError(
-            f"relative_attention_num_buckets of the config must be {_BIAS.buckets}, which transformers counts with "
-            f"whatever it says; got {config.relative_attention_num_buckets}."
+            f"relative_attention_num_buckets of the config must be {_BIAS.buckets}, the number that "
+            f"transformers always uses; got {config.relative_attention_num_buckets}."
         )
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     positions = positions_after_padding(config, _PADDING)

@@ -1,4 +1,4 @@
-"""What families of image encoders have in common: patches, blocks with a norm before each sublayer, their weights."""
+"""The common part of families of image encoders: patches, blocks with a norm before each sublayer, their weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def kernel(target: str, source: str, part: Patches) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreNormLayer:
-    """What a family calls the parts of a layer."""
+    """A family's names for the parts of a layer."""
 
     queries: str = "self_attn.q_proj"
     keys: str = "self_attn.k_proj"
@@ -150,7 +150,7 @@ def two_towers(
     images: Callable[[ModelSpec, str], tuple[Entry, ...]],
     unread: str,
 ) -> WeightTable:
-    """Of a model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+    """A model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
 
     Args:
         texts: what the encoder of texts reads.

@@ -87,8 +87,8 @@ def _classifier(config: Any) -> Classifier:
             )
     if config.summary_activation:
         raise UnsupportedModelError(
-            f"summary_activation of the config is {config.summary_activation!r}, but no part has an activation after "
-            "the matrix that gives classes; it must be null."
+            f"summary_activation of the config is {config.summary_activation!r}, but must be null: an "
+            "activation after the classification matrix is not implemented."
         )
     if config.summary_type not in _SUMMARIES:
         raise UnsupportedModelError(

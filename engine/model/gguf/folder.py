@@ -33,8 +33,8 @@ _KEPT_SECONDS = 30 * 24 * 3600
 
 
 def lacks_tokenizer(folder: Path) -> str:
-    """Why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one can, or the
-    folder stands for none."""
+    """The reason why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one
+    can, or the folder stands for none."""
     file = folder / NO_TOKENIZER
     return " ".join(file.read_text(encoding="utf-8").split()) if file.is_file() else ""
 
@@ -142,7 +142,7 @@ def _contents(file: Gguf) -> dict[str, Any]:
 
 
 def _dtype(file: Gguf) -> str:
-    """The format to compute in: that of the largest tensor, bfloat16 where it is stored in few bits."""
+    """The format to compute in: that of the largest tensor, bfloat16 where it is stored quantised."""
     import torch
 
     largest = max(file.tensors.values(), key=lambda info: info.size, default=None)

@@ -1,4 +1,4 @@
-"""What makes the first vectors: of token ids, of an image's patches, of a sound's spectrum."""
+"""The first vectors of a stack: of token ids, of an image's patches, of a sound's spectrum."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Stack:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of the blocks, as far as they have one."""
+        """The attentions of the blocks, as far as they have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
 
     @property

@@ -47,8 +47,8 @@ def _check_by_rows(tensors: Tensors, name: str) -> None:
     layout = int(tensors.read(expect(tensors, name, (), (1,), formats=WHOLE)))
     if layout != 0:
         raise UnsupportedModelError(
-            f"{name} is {layout}: the matrix lies in an order made for one kind of GPU; only rows (0) are read. Save "
-            "the model again with bitsandbytes 0.45 or later."
+            f"{name} is {layout}: this order of the matrix is made for one kind of GPU; only rows (0) are supported. "
+            "Save the model again with bitsandbytes 0.45 or later."
         )
 
 
@@ -73,7 +73,7 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
     count = math.prod(shape)
     stored = tensors.format(name)
     if stored not in _CODES:
-        raise UnsupportedModelError(f"{name} is stored as {stored}; codes of 4 bits are read from {', '.join(_CODES)}.")
+        raise UnsupportedModelError(f"{name} is stored as {stored}; 4-bit codes must be {', '.join(_CODES)}.")
     held = tensors.shape(name).numel() * _CODES[stored] * 2
     if min(shape, default=0) < 1 or block < 1 or held != count + count % 2:
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""What llm-compressor and others write (quant_method compressed-tensors): packed integers, plain int8, FP8."""
+"""The formats of llm-compressor and others (quant_method compressed-tensors): packed integers, plain int8, FP8."""
 
 from __future__ import annotations
 
