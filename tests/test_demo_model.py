@@ -18,7 +18,7 @@ from engine import LLM, RequestOutput, SamplingParams
 from server.config.settings import DEMOS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "examples" / "training"))
 
 from demo import corpus  # noqa: E402
 from demo.chat_task import TEMPERATURE  # noqa: E402

@@ -17,7 +17,7 @@ from engine import LLM, SamplingParams
 from server.config.settings import DEMOS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "examples" / "training"))
 
 from demo import seq2seq_task  # noqa: E402
 
