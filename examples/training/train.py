@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from demo import chat_task, seq2seq_task
-from demo.evaluation import measure_chat, measure_seq2seq
 from demo.export import write_json
 from demo.loop import Recipe, train
 
@@ -32,7 +31,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
-    parser.add_argument("--cases", type=int, default=200, help="of each kind that the evaluation asks; 0 for none")
     parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -69,10 +67,7 @@ def main() -> None:
         "cpu_seconds": round(progress.cpu_seconds),
         "resumed": progress.resumed,
         "curve": progress.curve,
-        "cases": given.cases,
     }
-    if given.cases:
-        training["shares"] = (measure_chat if given.model == "chat" else measure_seq2seq)(folder, given.cases)
     write_json(folder / "training.json", training)
     print(f"{folder}: step {progress.step} of {recipe.steps}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
 

@@ -1,1 +1,1 @@
-"""The parts of train.py: the corpora, the tokenizer, the models, the training loop, the evaluation."""
+"""The parts of train.py: the corpora, the tokenizer, the models, the training loop."""
