@@ -1,10 +1,11 @@
-"""How much may be in the service at once: a slot is reserved before any work is done for a request."""
+"""Admission to the service: a slot is reserved before any work is done for a request."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,7 @@ from typing import Self
 from server.errors import ApiError
 from server.pace import Mean, Pace
 
+OVERLOADED = "overloaded"  # the code of a refusal for lack of room
 LONGEST_WAIT = 60  # seconds that Retry-After asks for at most
 RESERVE = 8  # so many times smaller than a bound is what keys with little in the service have beyond it
 _LEAST_REMEMBERED = 64  # events of which a pace is made
@@ -25,7 +27,7 @@ def estimate_tokens(text: str) -> int:
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has in the service: prompts, those of them that wait for their first token, and their tokens."""
+    """A tenant's work in the service: its prompts, the prompts that wait for their first token, and their tokens."""
 
     prompts: int = 0
     waiting: int = 0
@@ -102,16 +104,26 @@ class Admission:
         Raises:
             ApiError: 503, there is no room.
         """
-        self._check_prompts(1, tenant)
-        self._check_time(tenant, None)
-        self._check_tokens(1, 0, tenant, "at least ")
+        with self._counting():
+            self._check_prompts(1, tenant)
+            self._check_time(tenant, None)
+            self._check_tokens(1, 0, tenant, "at least ")
 
-    def reserve(self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None) -> Ticket:
+    def reserve(
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
+    ) -> Ticket:
         """Slots for so many prompts with about so many tokens, to be released by leaving the ticket's context.
 
         Args:
             tenant: on whose behalf.
             deadline: seconds of the clock by which the first token must have come.
+            patient: the request waits and asks again, so that a refusal does not count as one.
 
         Raises:
             ApiError: 503 while there is no room, or none in time; 400 if there never will be.
@@ -124,9 +136,10 @@ class Admission:
                 param="prompt",
                 code="too_many_prompts",
             )
-        self._check_prompts(prompts, tenant)
-        crowded = self._check_time(tenant, deadline)
-        self._check_tokens(tokens, 0, tenant, "about ")
+        with self._counting(not patient):
+            self._check_prompts(prompts, tenant)
+            crowded = self._check_time(tenant, deadline)
+            self._check_tokens(tokens, 0, tenant, "about ")
         self.change(tenant, prompts=prompts, waiting=prompts, tokens=tokens)
         return Ticket(self, tenant, prompts, tokens, crowded=crowded)
 
@@ -135,10 +148,16 @@ class Admission:
         self.check(tenant)
 
     async def admit(
-        self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
     ) -> Ticket:
         """`reserve`, as every gate has it."""
-        return self.reserve(prompts, tokens, tenant, deadline)
+        return self.reserve(prompts, tokens, tenant, deadline, patient=patient)
 
     def measure(self, tenant: str | None, estimate: int, exact: int) -> None:
         """Put the exact number of tokens in the estimate's place.
@@ -146,7 +165,8 @@ class Admission:
         Raises:
             ApiError: 503, if that is too many; the estimate then stays.
         """
-        self._check_tokens(exact, estimate, tenant, "")
+        with self._counting():
+            self._check_tokens(exact, estimate, tenant, "")
         self.change(tenant, tokens=exact - estimate)
 
     def change(self, tenant: str | None, *, prompts: int = 0, waiting: int = 0, tokens: int = 0) -> None:
@@ -281,12 +301,29 @@ class Admission:
     def _sum(self) -> str:
         return f"max_num_seqs ({self._max_running}) + max_num_queued_reqs ({self._max_queued})"
 
-    def _refusal(self, reason: str, message: str, limit: str, seconds: float) -> ApiError:
+    @contextmanager
+    def _counting(self, counts: bool = True) -> Iterator[None]:
+        """Tell why a request is refused, if that counts."""
+        try:
+            yield
+        except _Refusal as refusal:
+            if counts:
+                self._rejected(refusal.reason)
+            raise
+
+    def _refusal(self, reason: str, message: str, limit: str, seconds: float) -> _Refusal:
         """The answer; `seconds` from now there may be room."""
-        self._rejected(reason)
         wait = max(1, min(math.ceil(seconds), LONGEST_WAIT))
         message += f" Try again in {wait} s, or raise {limit}."
-        return ApiError(503, message, code="overloaded", headers={"Retry-After": str(wait)})
+        return _Refusal(reason, message, wait)
+
+
+class _Refusal(ApiError):
+    """There is no room for a request; there may be in so many seconds."""
+
+    def __init__(self, reason: str, message: str, seconds: int):
+        super().__init__(503, message, code=OVERLOADED, headers={"Retry-After": str(seconds)})
+        self.reason = reason
 
 
 class Ticket:
@@ -342,7 +379,7 @@ class Ticket:
             self._tokens[index] = 0
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer; more than still wait count as all of them."""
+        """Note that so many of a prompt's tokens wait no longer; a number beyond those that wait means all of them."""
         if not self._released:
             tokens = min(tokens, self._tokens[index])
             self._admission.change(self._tenant, tokens=-tokens)

@@ -181,7 +181,7 @@ def create_app(
             *traced,
             Middleware(KeyLimitsMiddleware, counts=common.keys, rejected=metrics.rejected),
             Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
-            Middleware(FullGate, checks=full_checks(common)),
+            Middleware(FullGate, checks=full_checks(common, response_store)),
             Middleware(
                 BodyLimitMiddleware,
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
@@ -250,7 +250,7 @@ def create_app(
 
 
 def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:
-    """What reads the answers of a model with this tokenizer.
+    """The object that reads the answers of a model with this tokenizer.
 
     Raises:
         ConfigError: the settings name a format that there is not.
@@ -283,8 +283,9 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
 
-def full_checks(commons: Commons) -> dict[str, Check]:
-    """What says that nothing to a path would be admitted, by path."""
+def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Check]:
+    """The checks, by path, that say when no request to a path would be admitted. With a store, a response may wait in
+    the background; only its body says so."""
     checks: dict[str, Check] = {}
     for module, gate in (
         (completions, commons.generating),
@@ -305,5 +306,6 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (entities, commons.pooling),
         (fill_mask, commons.pooling),
     ):
-        checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}
+        if module is not responses or store is None:
+            checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}
     return checks

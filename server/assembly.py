@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a server is to carry.
+    """The parts that a server carries.
 
     Attributes:
         app: its lifespan closes the client at the end.

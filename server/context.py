@@ -1,4 +1,4 @@
-"""What every route needs, made once per app."""
+"""The objects that every route needs, made once per app."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class Service:
         images: reads those of requests; None where that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.
         decoding: held while a part of a sound is decoded, which takes the memory of the file several times.
+        queueing: held by the background responses that ask for room next; the others wait behind them.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
         version: of the service.
@@ -100,6 +101,7 @@ class Service:
     images: ImageReading | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     decoding: FairSlots = field(default_factory=lambda: FairSlots(2))
+    queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
     version: str = "0"
@@ -124,15 +126,18 @@ class Service:
         """Bounds calls of /tokenize and /detokenize."""
         return self.commons.tokenizing
 
-    async def admit(self, prompts: int, tokens: int, terms: Terms) -> Place:
+    async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
         """Slots for so many prompts with about so many tokens.
+
+        Args:
+            patient: the request waits and asks again, so that a refusal does not count as one.
 
         Raises:
             EngineDeadError: nothing can be served at the moment.
             ApiError: there is no room, or none in time.
         """
-        self._check_alive()
-        return await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline)
+        self._check_alive(counts=not patient)
+        return await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
 
     async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
         """A place for a request whose inputs, however many, have about so many tokens together.
@@ -144,9 +149,10 @@ class Service:
         self._check_alive()
         return await self.pooling.admit(1, tokens, terms.tenant)
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, *, counts: bool = True) -> None:
         if not self.client.is_alive:
-            self.metrics.rejected("engine_dead")
+            if counts:
+                self.metrics.rejected("engine_dead")
             raise EngineDeadError("the engine is not running")
 
     def check_model(self, model: str | None, *, exactly: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What admits requests, wherever the counts are kept: in this process, or in one that several share."""
+"""The interface of admission, wherever the counts are kept: in this process, or in one that several share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place(Protocol):
         """A prompt's first token has come."""
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer."""
+        """Note that so many of a prompt's tokens wait no longer."""
 
     def finished(self, index: int) -> None:
         """A prompt's answers are complete."""
@@ -51,8 +51,19 @@ class Gate(Protocol):
             ApiError: 503, there is no room.
         """
 
-    async def admit(self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None) -> Place:
+    async def admit(
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
+    ) -> Place:
         """Slots for so many prompts with about so many tokens.
+
+        Args:
+            patient: the request waits and asks again, so that a refusal does not count as one.
 
         Raises:
             ApiError: 503 while there is no room, or none in time; 400 if there never will be.

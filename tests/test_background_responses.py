@@ -7,13 +7,15 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_client import say
-from support.conversing import Conversing, file_in, read_events, saying
+from support.conversing import Conversing, file_in, kinds, read_events, saying
 
+from server.admission import Admission
 from server.answering import background
 from server.response_store import ResponseStore, StoreError
 
@@ -87,9 +89,8 @@ def test_the_client_starts_leaves_and_resumes_a_stream(tmp_path: Path) -> None:
             stream = await client.responses.create(model="org/fake", input="hi", background=True, stream=True)
             whole = [event async for event in stream]
             id_ = whole[0].response.id  # type: ignore[union-attr]
-            for after, rest in ((3, whole[4:]), (len(whole) - 1, whole[-1:])):
-                resumed = await client.responses.retrieve(id_, stream=True, starting_after=after)
-                assert [event async for event in resumed] == rest
+            resumed = await client.responses.retrieve(id_, stream=True, starting_after=3)
+            assert [event async for event in resumed] == whole[4:]
             assert [event.sequence_number for event in whole] == list(range(len(whole)))
             kinds = [event.type for event in whole]
             assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
@@ -217,7 +218,8 @@ def test_what_a_killed_process_was_making_has_failed(tmp_path: Path) -> None:
         assert read_events(resumed.text) == events[-1:]
         for seen in (len(events) - 1, len(events) + 5):  # the client had events that the store did not get
             resumed = await api.ask("GET", f"{PATH}/{streamed}?stream=true&starting_after={seen}")
-            assert read_events(resumed.text) == events[-1:]
+            name, data = events[-1]
+            assert read_events(resumed.text) == [(name, data | {"sequence_number": seen + 1})]
 
     Conversing(saying("ok"), response_store=file_in(left)).run(look)
     assert os.listdir(left) == ["responses.db"]
@@ -308,6 +310,114 @@ def test_it_counts_among_its_key_s_requests_until_it_ends(tmp_path: Path) -> Non
         assert json.dumps(shown)
 
     held.api.run(work)
+
+
+@asynccontextmanager
+async def full(api: Conversing) -> AsyncIterator[None]:
+    """While this lasts, there is no room for a further prompt."""
+    admission = api.service.admission
+    assert isinstance(admission, Admission)
+    with admission.reserve(admission.max_prompts, 0):
+        assert (await api.ask("POST", PATH, {"input": "now"})).status_code == 503
+        yield
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_it_waits_for_room(tmp_path: Path, streamed: bool) -> None:
+    api = Conversing(saying("abcdef"), response_store=file_in(tmp_path), max_num_queued_reqs=2)
+
+    async def work(api: Conversing) -> None:
+        async with full(api):
+            clients = [asyncio.create_task(api.ask("POST", PATH, {**LATER, "stream": streamed})) for _ in range(2)]
+            while api.service.queueing.num_inside < 2:
+                await asyncio.sleep(0.001)
+            for id_ in api.service.background:
+                shown = await until(api, id_, "queued")
+                assert (shown["output"], shown["background"]) == ([], True)
+            refused = await api.ask("POST", PATH, LATER)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            assert not api.prompts
+            ids = list(api.service.background)
+        for client, id_ in zip(clients, ids, strict=True):
+            final = await until(api, id_, "completed")
+            assert final["output"][0]["content"][0]["text"] == "abcdef"
+            if streamed:
+                events = read_events((await client).text)
+                assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+                assert kinds(events)[:3] == ["response.created", "response.queued", "response.in_progress"]
+                assert events[-1][1]["response"] == final
+                stored = await api.ask("GET", f"{PATH}/{id_}?stream=true")
+                assert read_events(stored.text) == events
+        await idle(api)
+        assert api.service.admission.num_prompts == 0
+        assert not api.service.running_responses
+
+    api.run(work)
+
+
+@pytest.mark.parametrize("ending", ["cancel", "delete", "deadline", "stop"])
+def test_the_wait_ends_without_room(tmp_path: Path, ending: str) -> None:
+    api = Conversing(saying("abcdef"), response_store=file_in(tmp_path))
+    body = {**LATER, "stream": True, "request_timeout": 0.05 if ending == "deadline" else 60}
+
+    async def work(api: Conversing) -> None:
+        async with full(api):
+            client = asyncio.create_task(api.ask("POST", PATH, body))
+            while not api.service.queueing.num_inside:
+                await asyncio.sleep(0.001)
+            (id_,) = api.service.background
+            if ending == "cancel":
+                await until(api, id_, "queued")
+                assert (await api.ask("POST", f"{PATH}/{id_}/cancel")).json()["status"] == "cancelled"
+            elif ending == "delete":
+                await until(api, id_, "queued")
+                assert (await api.ask("DELETE", f"{PATH}/{id_}")).json()["deleted"] is True
+            elif ending == "stop":
+                await until(api, id_, "queued")
+                api.service.drain.interrupt()
+                await client
+                await idle(api)
+                store = api.service.response_store
+                kept = None if store is None else await store.get(id_, None)
+                assert kept is not None
+                assert json.loads(kept.frame)["status"] == "failed"
+                assert "shutting down" in kept.frame
+                return
+            events = read_events((await client).text)
+            await idle(api)
+            final = events[-1][1]["response"]
+            if ending in ("cancel", "delete"):
+                assert (events[-1][0], final["status"]) == ("response.incomplete", "cancelled")
+            else:
+                assert (events[-1][0], final["status"]) == ("response.failed", "failed")
+                assert "time (X-Request-Timeout" in final["error"]["message"]
+            if ending == "delete":
+                assert (await api.ask("GET", f"{PATH}/{id_}")).status_code == 404
+            else:
+                assert await status_of(api, id_) == final
+            assert not api.prompts
+            assert not api.service.queueing.num_inside
+            assert not api.service.running_responses
+
+    api.run(work)
+
+
+def test_a_prompt_that_turns_out_too_long_for_the_queue_waits(tmp_path: Path) -> None:
+    """The estimate finds room, and the exact number of tokens does not."""
+    api = Conversing(saying("ok"), response_store=file_in(tmp_path), max_num_queued_tokens=200)
+
+    async def work(api: Conversing) -> None:
+        admission = api.service.admission
+        assert isinstance(admission, Admission)
+        with admission.reserve(1, 100):
+            id_ = (await api.ask("POST", PATH, {**LATER, "input": "a" * 200})).json()["id"]
+            while not api.service.queueing.num_inside:
+                await asyncio.sleep(0.001)
+            assert (await status_of(api, id_))["status"] == "queued"
+        assert (await until(api, id_, "completed"))["output"][0]["content"][0]["text"] == "ok"
+        await idle(api)
+
+    api.run(work)
 
 
 @pytest.mark.parametrize(

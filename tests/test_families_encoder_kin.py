@@ -195,7 +195,7 @@ def test_masks_scale_their_own_input_alone() -> None:
         (
             CONVBERT_BASE,
             {"hidden_size": 12, "head_ratio": 1},
-            "which 12 heads of attention and as many of convolutions",
+            "but 12 attention heads and as many convolution heads",
         ),
         (BIG_BIRD_BASE, {"attention_type": "full"}, "must be block_sparse or original_full, got 'full'"),
         (

@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is.
+    """The address of the server.
 
     Attributes:
         prefix: path before /v1, without a slash at its end.
@@ -54,7 +54,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Target:
-        """From the server's URL, with or without /v1 at its end.
+        """Parse the server's URL, with or without /v1 at its end.
 
         Raises:
             OptionError: it is no http or https URL, or the key cannot be sent.
@@ -256,6 +256,6 @@ class Whole:
 
 
 def error_message(body: Any) -> str:
-    """What an error's body says, or else the body."""
+    """The message in an error's body, or else the body."""
     text = error_of(body)[0] or " ".join(json.dumps(body).split())
     return text if len(text) <= 300 else text[:300] + "..."

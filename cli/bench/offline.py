@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> int:
     except (ConfigError, OptionError) as problem:
         parser.error(str(problem))
     try:
-        shows = loaded.engine.show_progress and sys.stderr.isatty() and not args.quiet
+        shows = loaded.engine.show_progress is not False and sys.stderr.isatty() and not args.quiet
         return _measure(args, replace(loaded.engine, show_progress=shows), *lengths)
     except (BenchError, OctavoError) as problem:
         say(PROG, " ".join(str(problem).split()))

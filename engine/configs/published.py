@@ -37,7 +37,7 @@ class PublishedConfig:
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What another one is made of that is equal."""
+        """The settings of its own, and those of the other config: all that an equal config is made of."""
         own = {name: value for name, value in vars(self).items() if name != "_other"}
         return own, dict(self._other)
 

@@ -110,6 +110,8 @@ class Run(ABC, Generic[Piece, Choice]):
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
     shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer
+    _left_out: list[str] = field(default_factory=list)
     _ticket: Place | None = None
     _size: int = 0  # bytes of memory that the answer may take
     _stream: Events[Piece] | None = None  # once the prompts are known
@@ -120,7 +122,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def size(self) -> tuple[int, int]:
-        """How many prompts the request holds, and about how many tokens."""
+        """The number of prompts in the request, and roughly of their tokens."""
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
@@ -128,7 +130,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def maker(self, prompts: list[Prompt]) -> PieceMaker[Piece]:
-        """What turns updates into pieces."""
+        """The object that turns updates into pieces."""
 
     @abstractmethod
     def join(self, pieces: list[Piece]) -> list[Choice]:
@@ -140,7 +142,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def events(self, maker: PieceMaker[Piece]) -> Events[Piece]:
-        """What writes the events of a streamed one."""
+        """The object that writes the events of a streamed answer."""
 
     def timed(self, pieces: Sequence[Any]) -> dict[str, Any]:
         """The field `timings` of what says these pieces or choices, if the request asks for it."""
@@ -162,7 +164,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return await self.made(events.closing)
 
     async def made(self, make: Callable[[], T]) -> T:
-        """What `make` makes of the answer, in a thread if that is large."""
+        """The result of `make` for the answer, computed in a thread if the answer is large."""
         return make() if self._size < _SMALL_ANSWER else await asyncio.to_thread(make)
 
     def ended(self) -> None:
@@ -174,7 +176,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @property
     def truncation(self) -> Truncation | None:
-        """How prompts are cut, if the request asks for it.
+        """The rule for cutting prompts, if the request asks for it.
 
         Raises:
             ApiError: to more tokens than the model takes, or none.
@@ -197,7 +199,8 @@ class Run(ABC, Generic[Piece, Choice]):
         headers, ticket = await self.begin(request)
         wanted = Wanted(self.service.drain, self.interrupted)
         if self.body.stream:
-            return EventStream(self.events_of(ticket), wanted, headers, held=ticket, failing=self.failing)
+            events = self.record.streamed(self.events_of(ticket))
+            return EventStream(events, wanted, headers, held=ticket, failing=self.failing)
         try:
             with ticket:
                 content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
@@ -211,19 +214,37 @@ class Run(ABC, Generic[Piece, Choice]):
         Raises:
             ApiError, EngineDeadError: it cannot be served now.
         """
-        headers = ignored_header(self.ignored_fields())
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
-        self.record = self._record(request.url.path)
-        self.record.ignored = headers.get(IGNORED_HEADER)
-        self.record.belongs_to(request)
+        headers = self.prepare(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():
-            self._ticket = await self.service.admit(*self.size(), self.terms)
-        return headers, self._ticket
+            return headers, await self.admitted()
 
-    def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The answer as events; see `EventStream`."""
-        return self.record.streamed(self._events(ticket))
+    def prepare(self, request: Request) -> dict[str, str]:
+        """The headers of the answer, once the request's terms and record are made."""
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.record = self._record(request.url.path)
+        self.record.belongs_to(request)
+        self.leave_out(*self.ignored_fields())
+        return self.headers
+
+    async def admitted(self, *, patient: bool = False) -> Place:
+        """The request's slots.
+
+        Args:
+            patient: the request will be tried again, so that a refusal does not count.
+
+        Raises:
+            ApiError, EngineDeadError: it cannot be served now.
+        """
+        self._ticket = await self.service.admit(*self.size(), self.terms, patient=patient)
+        return self._ticket
+
+    def leave_out(self, *names: str) -> None:
+        """Tell the client, and the log, that these fields of its request do not change the answer as they say. Headers
+        are sent when the prompts are known."""
+        self._left_out += names
+        self.headers.update(ignored_header(self._left_out))
+        self.record.ignored = self.headers.get(IGNORED_HEADER)
 
     def _record(self, path: str) -> RequestRecord:
         return RequestRecord(
@@ -259,8 +280,9 @@ class Run(ABC, Generic[Piece, Choice]):
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
-    async def _events(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The answer as events; first those that open it, or an empty item, once the engine has accepted it."""
+    async def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
+        """The answer as events (see `EventStream`): first those that open it, or an empty item, once the engine has
+        accepted it."""
         try:
             with self._working(ticket):
                 prompts = await self._prompts(ticket)

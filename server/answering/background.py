@@ -1,4 +1,4 @@
-"""Answers that are made whether their clients stay or not: `background` of /v1/responses.
+"""Answers that are made whether their clients stay or not: `background` of /v1/responses. They wait for room.
 
 The process that makes such an answer holds the events of its stream, and writes them to the store a few times a second.
 Clients of this process follow the events here, those of others in the store.
@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
+from pydantic_core import from_json, to_json
 from starlette.types import Message
 
+from engine import EngineDeadError
+from server.admission import OVERLOADED
 from server.answering.streaming import COMMENT, Wanted
+from server.answering.terms import DeadlineError, Terms
 from server.context import Service
 from server.errors import ApiError, to_api_error
+from server.gates import Place
 from server.response_store import ResponseStore
 
 _WRITE_INTERVAL = 0.25  # seconds between two writes of new events
 _LOOK_INTERVAL = 0.25  # seconds between two looks for what another process has written
+_TRY_INTERVAL = 0.1  # seconds between two attempts to find room
 
 
 class Background:
@@ -121,6 +127,57 @@ class Background:
             self._written = count
 
 
+class Patience:
+    """The wait of one request for room in the service. Of all that wait, two ask for room at a time, tenants in turn.
+
+    Args:
+        service: that has no room.
+        terms: of the request; its deadline ends the wait.
+    """
+
+    def __init__(self, service: Service, terms: Terms):
+        self._service = service
+        self._terms = terms
+        self._given_up = False
+        self._waiting: asyncio.Timeout | None = None
+
+    async def place(self, admit: Callable[[], Awaitable[Place]]) -> Place | None:
+        """The request's slots, once there is room; None: the wait was given up.
+
+        Args:
+            admit: asks for them.
+
+        Raises:
+            ApiError: there will be no room, or none before the deadline.
+        """
+        if self._given_up:
+            return None
+        try:
+            async with asyncio.timeout(self._terms.seconds_left) as self._waiting:
+                async with self._service.queueing.of(self._terms.tenant):
+                    while True:
+                        try:
+                            return await admit()
+                        except EngineDeadError:  # another one may be started
+                            pass
+                        except ApiError as problem:
+                            if problem.code != OVERLOADED:
+                                raise
+                        await asyncio.sleep(_TRY_INTERVAL)
+        except TimeoutError:
+            if self._given_up:
+                return None
+            raise DeadlineError from None
+        finally:
+            self._waiting = None
+
+    def give_up(self) -> None:
+        """End the wait."""
+        self._given_up = True
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+
 async def _nothing() -> Message:
     """No client is there to leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -129,7 +186,8 @@ async def _nothing() -> Message:
 
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
     """The events of an answer behind one of this number, up to the last, wherever they are made. The last event is
-    always sent: a client may have seen higher numbers than the store, if the process that made the answer was killed.
+    always sent, with a number that follows: a client may have seen higher numbers than the store, if the process that
+    made the answer was killed.
 
     Args:
         id_: of an answer whose stream is kept.
@@ -145,6 +203,7 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
         )
         if last and not (events or told):
             events = (made.events if made is not None else (await _stored(store, id_, tenant, -1))[0])[-1:]
+            events = [_numbered(event, sent) for event in events]
         if events:
             sent, silent, told = sent + len(events), time.monotonic(), True
             yield "".join(events)
@@ -157,6 +216,12 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
             with suppress(TimeoutError):
                 async with asyncio.timeout(keepalive):
                     await (made.changed() if made is not None else asyncio.sleep(_LOOK_INTERVAL))
+
+
+def _numbered(event: str, number: int) -> str:
+    """A typed event with another number."""
+    name, data = event.split("data: ", 1)
+    return f"{name}data: {to_json(from_json(data) | {'sequence_number': number}).decode()}\n\n"
 
 
 async def _stored(store: ResponseStore, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from engine import CHAT_ROOM, chat_max_tokens
+from engine import CHAT_ROOM, chat_max_tokens, room_for_answer
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -43,6 +43,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     Attributes:
         ignored: names of what the request held in the endpoint's own shape, and the chat request does not.
+        lowered: the prompt leaves less room than max_tokens; the answer gets what there is.
     """
 
     bytes_per_logprob = 400
@@ -53,6 +54,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
     tools: Tools | None = field(kw_only=True)
     ignored: Ignored = field(default_factory=set, kw_only=True)
     parsing: Parsing | None = None
+    lowered: bool = False
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:
@@ -94,7 +96,12 @@ class ConversationRun(Run[ChatPiece, Choice]):
         self.shape = await enforce(self.service, self.shape, self.tools, self.parsing)
         self._limit_reasoning()
         params = self.shape.params
-        if params.max_tokens is None:
+        most = room_for_answer(params, self.service.client.info, len(prompt.token_ids))
+        if params.max_tokens is not None and max(params.min_tokens or 0, 1) <= most < params.max_tokens:
+            # Agents ask for the most that a model could write.
+            self.shape, self.lowered = replace(self.shape, params=replace(params, max_tokens=most)), True
+            self.leave_out(self.public_name("max_tokens") or "")
+        elif params.max_tokens is None:
             limit = chat_max_tokens(params, self.service.client.info, len(prompt.token_ids))
             if limit is not None and self.keeps_answer:
                 size = AnswerSize(self.shape, self.bytes_per_logprob, self.service.client.info)

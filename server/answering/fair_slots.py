@@ -21,6 +21,11 @@ class FairSlots:
         self._held: Counter[str | None] = Counter()
         self._waiting: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # none of them empty
 
+    @property
+    def num_inside(self) -> int:
+        """The number of those that hold a slot or wait for one."""
+        return self._held.total() + sum(len(line) for line in self._waiting.values())
+
     def of(self, tenant: str | None) -> Turn:
         """A context that holds a slot for a tenant; None: tenants are not told apart, and all slots may be held."""
         return Turn(self, tenant)

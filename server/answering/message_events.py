@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import RootModel
@@ -54,7 +54,7 @@ def in_anthropics_words(max_model_len: int) -> Iterator[None]:
 
 
 def ending(blocks: Blocks, *, lowered: bool) -> Message:
-    """Why the answer ended.
+    """The reason why the answer ended.
 
     Args:
         lowered: it was given less room than was asked for, since there is no more.
@@ -95,22 +95,17 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MessageRun(ConversationRun[ChatPiece]):
-    """Answers a request of /v1/messages. Of the tokens that are asked for it gives as many as there is room for: its
-    clients ask for the most that a model could write."""
+    """Answers a request of /v1/messages."""
 
     id_prefix = "msg_"
-    _lowered: bool = False
 
     async def prompts(self) -> list[Prompt]:
         info = self.service.client.info
         with public_names(NAMES), in_anthropics_words(info.max_model_len):
             (prompt,) = await ConversationRun.prompts(self)
-            params, length = self.shape.params, len(prompt.token_ids)
-            room = room_for_answer(params, info, length)
-            if room < 1:
+            length = len(prompt.token_ids)
+            if room_for_answer(self.shape.params, info, length) < 1:
                 raise Room(info.max_model_len, "messages").refusal(f"it has {length}", length)
-        if params.max_tokens is not None and params.max_tokens > room:
-            self.shape, self._lowered = replace(self.shape, params=replace(params, max_tokens=room)), True
         return [prompt]
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
@@ -125,13 +120,13 @@ class MessageRun(ConversationRun[ChatPiece]):
         message = {
             **self._frame(),
             "content": content,
-            **ending(blocks, lowered=self._lowered),
+            **ending(blocks, lowered=self.lowered),
             "usage": usage_of(usage),
         }
         return RootModel[Message].model_construct(message)
 
     def events(self, maker: PieceMaker[ChatPiece]) -> MessageEvents:
-        return MessageEvents(maker, self._frame(), lowered=self._lowered)
+        return MessageEvents(maker, self._frame(), lowered=self.lowered)
 
     def failing(self, problem: ApiError) -> str:
         return written("error", message_error(problem.status_code, problem.message))

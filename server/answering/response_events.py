@@ -29,6 +29,8 @@ from server.errors import ApiError
 Response = dict[str, Any]
 NameOf = Callable[[str], Called]  # what the client calls a function
 
+NUM_OPENING = 2  # events
+
 
 def usage_of(usage: Usage) -> ResponseUsage:
     """The tokens so far, by the names of this endpoint."""
@@ -101,23 +103,48 @@ def _thought_part(block: Block) -> ReasoningText:
     return {"type": "reasoning_text", "text": block.text}
 
 
+def failed(response: Response, problem: ApiError) -> Response:
+    """The answer, which a problem has ended."""
+    code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
+    error = {"code": code, "message": problem.message}
+    return {**response, "status": "failed", "completed_at": None, "incomplete_details": None, "error": error}
+
+
+def opening(frame: Response) -> str:
+    """The first events, `NUM_OPENING` of them."""
+    second = "queued" if frame["background"] else "in_progress"
+    return written("response.created", 0, response=frame) + written(f"response.{second}", 1, response=frame)
+
+
+def closing(number: int, final: Response) -> str:
+    """The last event."""
+    kind = "incomplete" if final["status"] == "cancelled" else final["status"]
+    return written(f"response.{kind}", number, response=final)
+
+
+def written(kind: str, number: int, **fields: Any) -> str:
+    """One event."""
+    return f"event: {kind}\ndata: {to_json({'type': kind, 'sequence_number': number, **fields}).decode()}\n\n"
+
+
 class ResponseEvents(Events[ChatPiece]):
     """Typed events, each with its number.
 
     Args:
         frame: the answer without what is only known later.
         name_of: what the client calls a function.
+        opened: the first events have been sent.
 
     Attributes:
         final: the whole answer, once it has ended.
     """
 
-    def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf):
+    def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
         super().__init__(maker)
         self._name_of = name_of
         self._frame = frame
         self._blocks = Blocks(self)
-        self._number = 0
+        self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]
         self._written: list[str] = []
         self.final: Response | None = None
@@ -125,10 +152,10 @@ class ResponseEvents(Events[ChatPiece]):
     # ---------------------------------------------------------------- what the stream asks for
 
     def opening(self) -> str:
-        response = self._frame
-        self._write("response.created", response=response)
-        self._write("response.in_progress" if self._begun else "response.queued", response=response)
-        return self._taken()
+        if self._number:
+            return ""
+        self._number = NUM_OPENING
+        return opening(self._frame)
 
     def news(self, updates: Sequence[Update]) -> str:
         if updates and not self._begun:
@@ -158,17 +185,12 @@ class ResponseEvents(Events[ChatPiece]):
 
     def closing(self) -> str:
         final = self.final or self.finish()
-        kind = "incomplete" if final["status"] == "cancelled" else final["status"]
-        self._write(f"response.{kind}", response=final)
-        return self._taken()
+        return self._taken() + closing(self._number, final)
 
     def failing(self, problem: ApiError) -> str:
         self._blocks.finish()
         response = completed(self._frame, self._blocks, self.maker.usage(), self._name_of)
-        code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
-        failure = {"code": code, "message": problem.message}
-        failed = {"status": "failed", "completed_at": None, "incomplete_details": None, "error": failure}
-        self.final = {**response, **failed}
+        self.final = failed(response, problem)
         self._write("response.failed", response=self.final)
         return self._taken()
 
@@ -214,9 +236,8 @@ class ResponseEvents(Events[ChatPiece]):
         self._write(kind, item_id=block.id, output_index=block.index, **fields)
 
     def _write(self, kind: str, **fields: Any) -> None:
-        event = to_json({"type": kind, "sequence_number": self._number, **fields}).decode()
+        self._written.append(written(kind, self._number, **fields))
         self._number += 1
-        self._written.append(f"event: {kind}\ndata: {event}\n\n")
 
     def _taken(self) -> str:
         written, self._written = "".join(self._written), []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ from fastapi import Request, Response
 from pydantic import RootModel
 from pydantic_core import from_json, to_json
 
-from server.answering.background import Background, follow
+from server.admission import OVERLOADED
+from server.answering.background import Background, Patience, follow
 from server.answering.blocks import Blocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
@@ -20,7 +22,7 @@ from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
 from server.answering.public_names import chat_request, public_name, public_names
 from server.answering.reading import MAX_ID, Ignored, fail, read_text
-from server.answering.response_events import ResponseEvents, completed
+from server.answering.response_events import NUM_OPENING, ResponseEvents, closing, completed, failed, opening
 from server.answering.response_input import Item, to_messages
 from server.answering.response_tools import ResponseTools, function_name, read_response_tools
 from server.answering.streaming import EventStream, Wanted
@@ -29,7 +31,8 @@ from server.api.fields import refuse_unsupported
 from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
 from server.api.schemas import MAX_MESSAGES, ServedBody, Usage
 from server.api.structure import check_value
-from server.errors import shown
+from server.errors import ApiError, shown
+from server.gates import Place
 from server.response_store import StoreError
 
 # This endpoint's names of a chat request's fields.
@@ -109,7 +112,7 @@ def _refuse(body: ResponseRequest) -> None:
             fail(name, f"{name} is not supported. Remove it.", code="unsupported_parameter")
     for name, here in _ELSEWHERE.items():
         if name in unknown:
-            fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")
+            fail(name, f"{name} is not a field of /v1/responses: send {here}.", code="unsupported_parameter")
     refuse_unsupported(unknown)
     if body.truncation not in (None, "disabled", "auto"):
         fail("truncation", f"truncation must be disabled or auto, got {shown(body.truncation)}.")
@@ -259,6 +262,9 @@ class ResponseRun(ConversationRun[ChatPiece]):
     _cancelled: bool = False
     _kept_status: str = "queued"  # in the store
     _made: Background | None = None  # where the answer does not depend on its client
+    _patience: Patience | None = None  # where the request may wait for room
+    _opened: bool = False  # the first events were sent while it waited
+    _num_tokens: int = 0  # of the prompt, once they are known
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it; while it streams it can be cancelled."""
@@ -280,11 +286,17 @@ class ResponseRun(ConversationRun[ChatPiece]):
     async def _respond_later(self, request: Request) -> Response:
         """The answer as it is at its beginning, or its stream; it goes on without the client."""
         key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
-        headers, ticket = await self.begin(request)
-        streamed = bool(self.asked.stream)
-        made = Background(
-            self.service, self.events_of(ticket), streamed, self._keep_news, self.failing, self.interrupted
-        )
+        headers, ticket = self.prepare(request), None
+        if self.service.queueing.num_inside < self.service.settings.max_num_queued_reqs:
+            self._patience = Patience(self.service, self.terms)
+        with self.record.refusals():
+            try:
+                ticket = await self.admitted(patient=self._patience is not None)
+            except ApiError as problem:
+                if not self._waits(problem):
+                    raise
+        events, streamed = self.record.streamed(self._events_in_turn(ticket)), bool(self.asked.stream)
+        made = Background(self.service, events, streamed, self._keep_news, self.failing, self.interrupted)
         if key is not None:  # until the answer has ended, and not only this request
             await counts.begin(key.tenant, None, None)
 
@@ -300,6 +312,50 @@ class ResponseRun(ConversationRun[ChatPiece]):
         events = follow(self.service, self.request_id, self.terms.tenant, -1)
         return EventStream(events, Wanted(self.service.drain, lambda reason: None), headers)
 
+    def _waits(self, problem: ApiError) -> bool:
+        """The request waits instead of being refused so."""
+        return self._patience is not None and problem.code == OVERLOADED and self._stream is None
+
+    async def _events_in_turn(self, ticket: Place | None) -> AsyncGenerator[str, None]:
+        """The answer as events; while there is no room for it, it is queued."""
+        shape, tools = self.shape, self.tools  # which the prompt changes
+        while True:
+            if ticket is None:
+                assert self._patience is not None
+                self.service.running_responses[self.request_id] = self
+                try:
+                    if not self._opened:
+                        self._opened = True
+                        yield opening(self.frame)
+                    ticket = await self._patience.place(lambda: self.admitted(patient=True))
+                finally:
+                    self.ended()
+                if ticket is None:
+                    yield self._end({**self.frame, "status": "cancelled"})
+                    return
+                self.service.running_responses[self.request_id] = self
+            try:
+                async with aclosing(self.events_of(ticket)) as events:
+                    async for item in events:
+                        if self._cancelled:  # while the prompt was made
+                            self.stop("cancel")
+                        yield item
+                return
+            except ApiError as problem:
+                if not self._waits(problem):
+                    raise
+                ticket, self.shape, self.tools = None, shape, tools
+
+    def _end(self, final: dict[str, Any]) -> str:
+        """The last event of an answer that the engine has not begun."""
+        self._final = final
+        return closing(NUM_OPENING, final)
+
+    def failing(self, problem: ApiError) -> str:
+        if self._opened and self._stream is None:
+            return self._end(failed(self.frame, problem))
+        return ConversationRun.failing(self, problem)
+
     async def _keep_news(self, first: int) -> bool:
         """Write to the store what there is of the answer, and its events from this number on; whether that was
         possible."""
@@ -313,7 +369,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             previous = self.asked.previous_response_id
             await store.begin(*ids, previous=previous, frame=frame, input=given, events=events)
             return True
-        final = self._stream.final if isinstance(self._stream, ResponseEvents) else None
+        final = self._stream.final if isinstance(self._stream, ResponseEvents) else self._final
         news: dict[str, Any] = {"events": events, "first": first}
         if final is not None:
             news["frame"], news["output"] = await self.made(lambda: _parts(final))
@@ -336,11 +392,16 @@ class ResponseRun(ConversationRun[ChatPiece]):
         formats = () if held else (f"tools.{name}.format" for name in self.called.enforced)
         return [*ConversationRun.ignored_fields(self), *formats]
 
+    def size(self) -> tuple[int, int]:
+        prompts, tokens = ConversationRun.size(self)
+        return prompts, self._num_tokens or tokens
+
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None and self.called.enforced:
             self.tools = self.tools.enforcing(self.called.enforced)
         with public_names(NAMES):
             prompts = await ConversationRun.prompts(self)
+        self._num_tokens = len(prompts[0].token_ids)
         if self.parsing is not None and self.shape.logprobs is not None:
             # A token may belong to text, to a call and to the mark between them.
             message = (
@@ -363,7 +424,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
     def events(self, maker: PieceMaker[ChatPiece]) -> ResponseEvents:
         self.service.running_responses[self.request_id] = self
-        return ResponseEvents(maker, self.frame, self.called.name_of)
+        return ResponseEvents(maker, self.frame, self.called.name_of, opened=self._opened)
 
     def ended(self) -> None:
         self.service.running_responses.pop(self.request_id, None)
@@ -385,8 +446,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
     def cancel(self) -> dict[str, Any]:
         """End the stream; the answer as far as it is."""
-        assert isinstance(self._stream, ResponseEvents)
         self._cancelled = True
+        if self._stream is None and self._patience is not None:
+            self._patience.give_up()
+            self.record.abort("cancel")
+            return {**self.frame, "status": "cancelled"}
+        assert isinstance(self._stream, ResponseEvents)
         self.stop("cancel")
         return self._stream.cancel()
 

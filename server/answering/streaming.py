@@ -144,7 +144,7 @@ class EventStream(Response):
     Args:
         events: what is sent.
         wanted: watches over it.
-        headers: further ones.
+        headers: further ones; they may still change until the first item has come.
         held: a context that is left when the answer has ended, even if `events` has not begun.
         failing: makes the last events of a problem.
     """
@@ -160,8 +160,9 @@ class EventStream(Response):
         failing: Callable[[ApiError], str] = failure,
     ):
         # No proxy on the way may keep or collect what is meant to arrive at once.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self._more = {} if headers is None else headers
         self._events = events
         self._wanted = wanted
         self._held = held or nullcontext()
@@ -182,6 +183,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             item: str | None = await anext(events, None)
+            self.headers.update(self._more)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._begun = True
             while item is not None:

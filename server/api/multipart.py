@@ -27,7 +27,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a form holds: texts by the names of their fields, in their order, and files likewise."""
+    """The content of a form: texts by the names of their fields, in their order, and files likewise."""
 
     texts: dict[str, list[str]]
     files: dict[str, Upload]

@@ -1,4 +1,4 @@
-"""What a front has in common with the others: it asks the desk."""
+"""The common state of the fronts, seen from one: it asks the desk."""
 
 from __future__ import annotations
 
@@ -60,22 +60,33 @@ class RemoteGate:
         await self.ask(LookAt(self._name, tenant))
 
     async def admit(
-        self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None
+        self,
+        prompts: int,
+        tokens: int,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        *,
+        patient: bool = False,
     ) -> RemotePlace:
         """Raises ApiError: there is no room."""
         place = RemotePlace(self, self._line, prompts)
         try:
-            await self.ask(Admit(place.number, self._name, prompts, tokens, tenant, deadline))
+            asked = Admit(place.number, self._name, prompts, tokens, tenant, deadline)
+            await self.ask(asked, counts=not patient)
         except BaseException:  # whose answer may come too late
             place.release()
             raise
         return place
 
-    async def ask(self, question: Body) -> None:
-        """Raises ApiError: the desk refuses it."""
+    async def ask(self, question: Body, *, counts: bool = True) -> None:
+        """Ask the desk; a refusal is counted, unless `counts` is false.
+
+        Raises:
+            ApiError: the desk refuses it.
+        """
         answer = await self._line.ask(question)
         if isinstance(answer, Refused):
-            if answer.reason is not None:
+            if counts and answer.reason is not None:
                 self._rejected(answer.reason)
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code, headers=answer.headers)
 
@@ -120,7 +131,7 @@ class RemotePlace:
             self._line.tell(Started(self.number, index))
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer."""
+        """Note that so many of a prompt's tokens wait no longer."""
         if not self._released:
             self._line.tell(Progressed(self.number, index, tokens))
 
@@ -184,7 +195,7 @@ class Steps:
 
 
 def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int) -> Commons:
-    """Those of a front.
+    """The commons of a front.
 
     Args:
         line: to the desk.
@@ -223,7 +234,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
 
 
 def follow_news(metrics: RequestMetrics, steps: Steps) -> Callable[[Sequence[RequestDelta], EngineStats], None]:
-    """What listens to the engine's news."""
+    """The object that listens to the engine's news."""
 
     def on_news(deltas: Sequence[RequestDelta], stats: EngineStats) -> None:
         steps.follow(stats)

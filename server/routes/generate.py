@@ -178,7 +178,7 @@ class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
         return prompts
 
     def _limited(self, params: SamplingParams, length: int) -> SamplingParams:
-        """With as many tokens as there is room for, if the request does not say how many."""
+        """The parameters with as many tokens as there is room for, if the request does not say how many."""
         if params.max_tokens is not None:
             return params
         info: Any = self.service.client.info

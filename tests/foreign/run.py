@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parent
 # Of vLLM's tests those of these folders are about HTTP.
-_VLLM = ("openai", "anthropic", "serve/tokenize", "serve/instrumentator")
+_VLLM = ("openai", "anthropic", "generate/structured_decisions", "serve/tokenize", "serve/instrumentator")
 _MODEL = re.compile(r'^( *(?:MODEL\w*|model|model_name) *(?::.*)?= *)"[^"]+"', re.MULTILINE)
 _NAMED = re.compile(r'((?<![\w.])model=|"model": *)"[^"]*"')
 
