@@ -20,7 +20,7 @@ from support.pooling_api import PoolingApi
 from support.text_encoders import TextEncoder
 
 from engine import LLM, InvalidRequestError, PoolingParams, TokenInput
-from engine.model.families import llama
+from engine.model.families import describe
 from engine.model.missing import unsupported
 from engine.model.spec import Tokens
 
@@ -104,7 +104,7 @@ def test_boxes_have_tables_of_their_own(subject: Subject) -> None:
 
 
 def test_a_decoder_may_read_boxes() -> None:
-    model = llama.spec(transformers.LlamaConfig())
+    model = describe(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
     assert model.decoder is not None
     assert isinstance(model.decoder.embedding, Tokens)
     decoder = replace(model.decoder, embedding=replace(model.decoder.embedding, boxes=9))

@@ -192,7 +192,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
 
 
 def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """What the quantisers of `gemm` make, but for ties that round otherwise."""
+    """The result of the quantisers of `gemm`, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
         steps, scales = _steps(weight)

@@ -116,7 +116,7 @@ class Matrix:
         }
 
     def tensors_of(self, made: Quantised | Packed) -> list[Tensor]:
-        """What is put into these tensors."""
+        """The tensors to write for a quantised matrix, in the order of their names."""
         if isinstance(made, Quantised):
             return [made.values, made.scales]
         parts = made.parts or (made,)
@@ -152,7 +152,7 @@ class Matrix:
 
 
 class Cache:
-    """Where one model's matrices are kept.
+    """The folder that keeps one model's matrices.
 
     Args:
         folder: of all entries; it is made if it is not there.
@@ -363,7 +363,7 @@ class _Place:
 
 
 class _Layout:
-    """What a file with these matrices looks like. Wider formats come first, so that all tensors are aligned."""
+    """The layout of a file with these matrices. Wider formats come first, so that all tensors are aligned."""
 
     def __init__(self, matrices: Sequence[Matrix]):
         tensors = [(name, *stored) for matrix in matrices for name, stored in matrix.stored.items()]
@@ -392,7 +392,8 @@ class _Layout:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """What changes when a file does. Change times, which no program can set, tell copies of equal size apart."""
+    """The facts that change when a file does. Change times, which no program can set, tell copies of equal size
+    apart."""
     found = []
     for file in files:
         path = file.resolve()

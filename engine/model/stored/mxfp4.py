@@ -44,7 +44,7 @@ class Mxfp4(Scheme):
 
 
 def decoded_shape(blocks: Size) -> Size:
-    """Of blocks [..., rows, blocks, bytes] what they hold: [..., rows, inputs]."""
+    """The shape of what blocks [..., rows, blocks, bytes] hold: [..., rows, inputs]."""
     return Size((*blocks[:-2], 2 * blocks[-2] * blocks[-1]))
 
 

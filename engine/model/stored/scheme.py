@@ -77,7 +77,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
-        """What is stored so.
+        """The matrices that are stored by this scheme.
 
         Raises:
             ModelLoadError: tensors of one matrix do not fit together.
