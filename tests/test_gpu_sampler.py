@@ -539,7 +539,7 @@ def test_what_a_graph_does_not_hold_is_refused(device: torch.device, row: dict[s
     assert not captured.serves(batch_of([{}, row]))
     with pytest.raises(ValueError, match="takes up to 2 rows with one token each"):
         captured.put(batch_of([{}, row]))
-    with pytest.raises(ValueError, match="not 3 rows"):
+    with pytest.raises(ValueError, match="got 3 rows"):
         captured.put(batch_of([{}] * 3))
 
 
