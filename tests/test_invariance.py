@@ -160,7 +160,7 @@ class RecordingModel:
     device = torch.device("cpu")
     encoder = head = twin = None
     decoder, rotary_shifts = object(), ()
-    spec = SimpleNamespace(head=Lm(tied=True))
+    spec = SimpleNamespace(head=Lm(tied=True), signal=None)
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

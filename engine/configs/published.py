@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from engine.configs.listing import list_models_once
 from engine.configs.values import check_values, read_values
 from engine.errors import ModelLoadError, UnsupportedModelError
 
@@ -54,6 +55,7 @@ def read(folder: Path, *, known: bool) -> PublishedConfig:
     """
     file = folder / "config.json"
     check_values(file, read_values(file), known=known)
+    list_models_once()
     from transformers import AutoConfig  # slow to import
 
     try:
