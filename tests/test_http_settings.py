@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
 ENGINE = {
     "model": "some/model", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
-    "dtype": "float16", "quantization": "int8", "quantization_cache": "off",
+    "dtype": "float16", "quantization": "int8", "quantization_cache": "kept",
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,
     "distributed_executor_backend": "mp",
     "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8",
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
-    "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
+    "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "share_weights": True, "show_progress": False,
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"), "chat_template": "chatml",
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
 }  # fmt: skip
