@@ -163,7 +163,7 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
     raise TypeError(f"{type(weight).__name__} is not {kind}")
 
 
-def on_device(weight: Tensor | gemm.Weight, kind: Held, device: torch.device) -> Quantised:
+def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
     """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU.
 
     Raises:
