@@ -271,8 +271,8 @@ def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
 
 
 def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
-    """What torch's flash attention can compute of a model's long prompts (`flash_prefill`, set or not), by trying it on
-    the GPU; that compiles a kernel, if none has before, and takes some megabytes.
+    """The long prompts that torch's flash attention can compute of a model (`flash_prefill`, set or not), found by a
+    trial on the GPU. The trial compiles a kernel, if none has before, and takes some megabytes.
 
     Args:
         path: the model's folder, as `inspect_model` has found it.
@@ -314,7 +314,7 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
 
 
 def inspect_socket_folder() -> Path:
-    """Where the folder of the engine's socket can be made.
+    """The place where the folder of the engine's socket can be made.
 
     Raises:
         ConfigError: nowhere.

@@ -1,5 +1,5 @@
-"""What no longer moves is ended, so that it is started again: an engine that has work and does none of it, such as one
-whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
+"""Watches that end what no longer moves, so that it is started again: an engine that has work and does none of it, such
+as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
 
 `server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. What
 that signal does here needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks

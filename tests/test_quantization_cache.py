@@ -438,6 +438,7 @@ def test_a_folder_that_cannot_be_used(
             (cache / "file").write_text("")
             used = cache / "file" / "folder"
         case "read-only":
+            monkeypatch.delattr(os, "O_TMPFILE", raising=False)
             monkeypatch.setattr(tempfile, "mkstemp", refuse)
         case "full":
             fill_up(monkeypatch)
@@ -471,6 +472,7 @@ def test_what_lies_in_a_folder_that_cannot_be_written_to_is_used(
     """As where root has made it when an image was built."""
     made = load(llama, cache)
     quantised.clear()
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     for name in ("utime", "unlink", "replace"):
         monkeypatch.setattr(os, name, refuse)
@@ -496,6 +498,27 @@ def test_two_at_once_make_the_same(llama: Path, cache: Path, monkeypatch: pytest
     assert len(entries(cache)) == 1
     assert_same(*found)
     assert_same(load(llama, None), load(llama, cache))
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_process_that_is_killed_leaves_nothing(
+    unnamed: bool, llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux: what is written has no name until it is complete. Elsewhere it is a file beside its place."""
+    if not unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("the system has no unnamed files")
+    keep, seen = Writer.keep, list[Path]()
+
+    def look(self: Writer) -> None:
+        seen.extend(cache.iterdir())
+        keep(self)
+
+    monkeypatch.setattr(Writer, "keep", look)
+    load(llama, cache)
+    assert len(seen) == (not unnamed)
+    assert len(entries(cache)) == 1
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_nothing(llama: Path, cache: Path) -> None:

@@ -365,7 +365,7 @@ def hub_error(kind: type[Exception]) -> Exception:
     [
         (
             hub_error(hub.RepositoryNotFoundError),
-            "org/name is neither a local folder nor a public model on the hub.*HF_TOKEN",
+            "neither a local folder nor a public model on the hub.*HF_TOKEN",
         ),
         (hub_error(hub.GatedRepoError), "restricted.*huggingface.co/org/name.*HF_TOKEN"),
         (hub_error(hub.RevisionNotFoundError), "no revision 'v9'"),

@@ -227,7 +227,7 @@ class Soak:
             # Not at the very end: the last successor shall have worked, too.
             if self._end - time.monotonic() < every / 4 or not self._goes_on():
                 return
-            # A kill must cut a stream, so it waits until a long one has begun. Chance alone missed all of them at times.
+            # A kill must cut a stream, so it waits until a long one has begun. Chance alone missed them at times.
             long_stream.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(long_stream.wait(), every / 4)

@@ -243,7 +243,7 @@ class Asking:
 
 
 def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
-    """With the language's code, and the model's defaults, as `transformers` takes them."""
+    """The request with the language's code and the model's defaults, as `transformers` takes them."""
     if wanted.language is not None:
         wanted = replace(wanted, language=language_code(wanted.language))
     if speech.defaults_are_forced and (wanted.task is not None or wanted.language is not None):

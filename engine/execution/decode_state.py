@@ -31,7 +31,7 @@ _TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SIDES = range(7)
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What the N rows of a step read, padding included: at the same addresses in every step of N rows.
+    """The inputs of the N rows of a step, padding included: at the same addresses in every step of N rows.
 
     Attributes:
         tokens: [N] int32 ids, where the host knows them.
@@ -70,7 +70,8 @@ class _Mirrored:
         self.used = 0  # columns that may hold something else than padding
 
     def differences(self, rows: slice, columns: int) -> tuple[Int32, Int32]:
-        """Where the two differ, as places in the whole, and what is wanted there; they do not afterwards."""
+        """The places in the whole where `wanted` and `expected` differ, and the wanted values; `expected` gets
+        these."""
         wanted, expected = self.wanted[rows, :columns], self.expected[rows, :columns]
         row, column = np.divmod(np.flatnonzero(wanted != expected), max(columns, 1))
         values = wanted[row, column]

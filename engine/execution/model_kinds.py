@@ -97,7 +97,7 @@ class ModelKind(ABC):
     @property
     @abstractmethod
     def needs(self) -> SequenceNeeds:
-        """What a sequence needs in memory, and what its prefixes are."""
+        """The memory needs of a sequence, and the facts that make prefixes equal."""
 
     @abstractmethod
     def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
@@ -160,7 +160,7 @@ class Decoder(ModelKind):
         )
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        """Where the plan's rows find what an encoder left."""
+        """The places where the plan's rows find what an encoder left."""
         return None
 
 
@@ -195,8 +195,8 @@ class EncoderDecoder(Decoder):
         )
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages:
-        """Where the plan's rows find what the encoder left, the rows of a request joined to one; rows of a trial
-        step find nothing."""
+        """The places where the plan's rows find what the encoder left, the rows of a request joined to one; rows of
+        a trial step find nothing."""
         if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
         if self._last is not None and self._last[0] == plan.version:

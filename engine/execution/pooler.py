@@ -270,7 +270,7 @@ def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
 
 
 def _place(pooling: object, tokens: Int32) -> int:
-    """Which of an input's hidden states its vector is made of."""
+    """The index of the hidden state of which an input's vector is made."""
     match pooling:
         case "last":
             return len(tokens) - 1

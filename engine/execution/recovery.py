@@ -151,7 +151,7 @@ class Recovery:
         return self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}", groups)
 
     def _try_one_token(self, error: Exception) -> None:
-        """If that works, the fault is the requests'.
+        """Run a trial step of one token: if that works, the fault is the requests'.
 
         Raises:
             EngineDeadError: it does not; the requests of all steps in flight have ended.

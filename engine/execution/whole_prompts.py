@@ -29,7 +29,7 @@ _LENGTHS = (301, 77)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashFacts:
-    """What of a model's attention torch's flash attention can compute for long prompts that come whole.
+    """The attentions of a model that torch's flash attention can compute for long prompts that come whole.
 
     Attributes:
         shapes: heads for which it has been found to do what our kernels do.
@@ -148,7 +148,7 @@ def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
 
 @torch.inference_mode()
 def find_difference(shape: HeadShape, scale: float, block_size: int, device: torch.device) -> str:
-    """What is wrong with torch's flash attention for heads of a shape; "" if nothing is.
+    """The fault of torch's flash attention for heads of a shape; "" if there is none.
 
     Two whole prompts of random numbers lie in scattered pages. Either kernel rounds the weights of a query to its
     format and then the result, so it is off by half a unit in the last place of the result and of the weighted sum of

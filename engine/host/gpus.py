@@ -55,7 +55,7 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
 
 
 def _hidden() -> tuple[str, str]:
-    """Why CUDA shows no GPU of a driver that is there and new enough, and what to do about it."""
+    """The reason why CUDA shows no GPU although its driver exists and is new enough, and what to do about it."""
     listed = os.environ.get(_SETTING)
     if listed is not None and _names_none(listed):
         return f"{_SETTING} is {listed!r}, which hides every GPU", f"Unset it, or {_NAME_ONE}."
@@ -111,7 +111,7 @@ def _listed(gpus: list[ListedGpu]) -> str:
 
 
 def shown_too_few(count: int) -> tuple[str, str] | None:
-    """What is wrong with CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
+    """The fault of CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
     listed = os.environ.get(_SETTING)
     if listed is None or len(listed.split(",")) <= count:
         return None

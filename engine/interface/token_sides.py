@@ -58,7 +58,7 @@ class TokenSide:
 
     @property
     def field(self) -> str:
-        """What a request calls it."""
+        """The field of a request that sets it."""
         return self.param or self.name
 
     @property
@@ -159,8 +159,8 @@ SIDES: dict[str, TokenSide] = {
 
 
 def hashed(sides: Sides, start: int, count: int) -> list[Values]:
-    """What tells `count` tokens from `start` on from tokens of the same ids with other sides. Nothing of sides that are
-    the default, or the same for all tokens of a sequence: those are in its root (`hashed_root`)."""
+    """The values that tell `count` tokens from `start` on from tokens of the same ids with other sides. Sides that
+    are the default, or the same for all tokens of a sequence, add nothing: those are in its root (`hashed_root`)."""
     found: list[Values] = []
     for mark, side in _marks():
         known = sides.get(side.name)
@@ -173,7 +173,7 @@ def hashed(sides: Sides, start: int, count: int) -> list[Values]:
 
 
 def hashed_root(sides: Sides) -> list[Values]:
-    """What tells a sequence from others by the sides that are the same for all its tokens."""
+    """The values that tell a sequence from others by the sides that are the same for all its tokens."""
     same = [
         (mark, sides[side.name]) for mark, side in _marks() if side.name in sides and side.is_same(sides[side.name])
     ]

@@ -140,7 +140,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
 
 
 def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any]) -> tuple[Task, ...]:
-    """What an encoder can make of its tokens beside one vector of all; `found` is told how.
+    """The results that an encoder can give of its tokens beside one vector of all; `found` is told how.
 
     Raises:
         ModelLoadError: a layer is made for hidden states of another size, or a head that it needs is not stored.
@@ -199,8 +199,8 @@ def _does(head: spec.Head, both: bool) -> str:
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
-    """What sentence-transformers wrote for a cross-encoder; else as transformers' pipelines have it: of texts by the
-    kind of problem or by the number of classes, of tokens always softmax.
+    """The activation that sentence-transformers wrote for a cross-encoder; else that of transformers' pipelines: of
+    texts by the kind of problem or by the number of classes, of tokens always softmax.
 
     Raises:
         UnsupportedModelError: it names another function of torch than is implemented.

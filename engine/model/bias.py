@@ -51,7 +51,7 @@ class BucketTable(nn.Module):
         self.register_buffer("buckets", bucket_of(part, distances).to(place.device), persistent=False)
 
     def forward(self) -> DistanceBias:
-        """What `AttentionBackend.attend` takes; distances beyond the last have its bucket."""
+        """The bias in the form of `AttentionBackend.attend`; distances beyond the last have its bucket."""
         return DistanceBias(self.weight.index_select(0, self.buckets).t().float().contiguous(), zero=self.zero)
 
 

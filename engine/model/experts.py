@@ -80,7 +80,7 @@ class ExpertMatrices(nn.Module):
 
 
 def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
-    """So many matrices as one, whose numbers and scales begin with [count, out]; one at a time is there twice."""
+    """A stack of so many matrices, whose numbers and scales begin with [count, out]; one at a time is there twice."""
     whole: Quantised | None = None
     for index, one in enumerate(matrices):
         if whole is None:
@@ -281,7 +281,7 @@ class ExpertsFeedForward(nn.Module):
 
 
 def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
-    """What `Clamped` makes of rows [gate | up], [T, 2 * width] to [T, width]."""
+    """The result of `Clamped` for rows [gate | up], [T, 2 * width] to [T, width]."""
     gate, up = x.chunk(2, dim=-1)
     opened = activate(lambda g: g * torch.sigmoid(part.slope * g), gate.clamp(max=part.limit))
     return (up.clamp(-part.limit, part.limit) + 1) * opened

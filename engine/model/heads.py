@@ -86,7 +86,7 @@ class Panel(nn.Module):
         self.members = nn.ModuleList(members)
 
     def make_ready(self) -> None:
-        """As `Head.make_ready`."""
+        """Prepare for rows, as `Head.make_ready` does."""
         for member in self.members:
             assert isinstance(member, Head)
             member.make_ready()

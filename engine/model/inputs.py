@@ -32,7 +32,7 @@ class QueryKeeper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
+    """The inputs of one pass through a stack: T = `tokens` tokens laid end to end, then padding up to Tp.
 
     Attributes:
         token_ids, positions: [Tp].

@@ -50,7 +50,7 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
 
 
 def _parameters(stack: Stack) -> int:
-    """Those of the matrices in the layers, and of the vectors beside the tokens."""
+    """The parameters of the matrices in the layers, and of the vectors beside the tokens."""
     beside = stack.global_vectors + (0 if stack.predicting is None else stack.predicting.vectors)
     return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + beside * stack.hidden_size
 

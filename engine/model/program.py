@@ -124,7 +124,7 @@ class Program:
 
 
 def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ...]]:
-    """For each operation the buffers that nothing reads after it before they are written again."""
+    """The buffers of each operation that nothing reads after it before they are written again."""
     found: list[tuple[int, ...]] = []
     needed = {result.buffer}
     for operation in reversed(operations):
@@ -425,7 +425,7 @@ class Builder:
         return self._reduced(module.out, attended, name)
 
     def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:
-        """What heads with kernels of each token's own make of rows x."""
+        """The result of heads with kernels of each token's own for rows x."""
         windows = self.rows("windows", module.taps * x.width)
         self.add(GatherNeighbours(x, windows, module.taps))
         weighed = self.rows("weighed", x.width)

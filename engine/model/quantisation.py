@@ -163,7 +163,7 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
     raise TypeError(f"{type(weight).__name__} is not {kind}")
 
 
-def on_device(weight: Tensor | gemm.Weight, kind: Held, device: torch.device) -> Quantised:
+def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
     """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU.
 
     Raises:
@@ -192,7 +192,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
 
 
 def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """What the quantisers of `gemm` make, but for ties that round otherwise."""
+    """The result of the quantisers of `gemm`, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
         steps, scales = _steps(weight)

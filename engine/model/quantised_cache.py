@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -115,7 +116,7 @@ class Matrix:
         }
 
     def tensors_of(self, made: Quantised | Packed) -> list[Tensor]:
-        """What is put into these tensors."""
+        """The tensors to write for a quantised matrix, in the order of their names."""
         if isinstance(made, Quantised):
             return [made.values, made.scales]
         parts = made.parts or (made,)
@@ -151,7 +152,7 @@ class Matrix:
 
 
 class Cache:
-    """Where one model's matrices are kept.
+    """The folder that keeps one model's matrices.
 
     Args:
         folder: of all entries; it is made if it is not there.
@@ -282,6 +283,8 @@ class Entry:
 class Writer:
     """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
 
+    Where the system can do that it has no name until it is complete, and is gone when the process is killed.
+
     Raises:
         OSError: it cannot be written.
     """
@@ -289,9 +292,13 @@ class Writer:
     def __init__(self, cache: Cache):
         self._cache = cache
         self._sums = dict.fromkeys((name for name in cache.layout.places if name != _CHECKSUMS), 0)
-        descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
+        self._path: Path | None = None
+        try:
+            descriptor = os.open(cache.folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
+        except (AttributeError, OSError):  # a system, or a file system, without such files
+            descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
+            self._path = Path(path)
         self._file = os.fdopen(descriptor, "wb")
-        self._path = Path(path)
         try:
             self._file.write(cache.layout.header({"key": cache.key, "files": json.dumps(cache.origin)}))
             self._start = self._file.tell()
@@ -306,8 +313,9 @@ class Writer:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # what could not be written cannot be on closing either
             self._file.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def put(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
         """Write a matrix; those of experts come in their order.
@@ -332,9 +340,15 @@ class Writer:
         self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
         for number in self._sums.values():
             self._file.write(number.to_bytes(8, "little"))
-        self._file.close()
+        self._file.flush()
         if not self._cache.unchanged():
             raise OSError("the checkpoint has changed meanwhile")
+        if self._path is None:
+            path = self._cache.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+            number = self._file.fileno()
+            os.link(f"/proc/self/fd/{number}", path, src_dir_fd=number)  # without a folder Python follows no links
+            self._path = path
+        self._file.close()
         self._path.replace(self._cache.path)
 
 
@@ -349,7 +363,7 @@ class _Place:
 
 
 class _Layout:
-    """What a file with these matrices looks like. Wider formats come first, so that all tensors are aligned."""
+    """The layout of a file with these matrices. Wider formats come first, so that all tensors are aligned."""
 
     def __init__(self, matrices: Sequence[Matrix]):
         tensors = [(name, *stored) for matrix in matrices for name, stored in matrix.stored.items()]
@@ -378,7 +392,8 @@ class _Layout:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """What changes when a file does. Change times, which no program can set, tell copies of equal size apart."""
+    """The facts that change when a file does. Change times, which no program can set, tell copies of equal size
+    apart."""
     found = []
     for file in files:
         path = file.resolve()

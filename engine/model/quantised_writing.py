@@ -239,7 +239,7 @@ def _size_of(checkpoint: Checkpoint, name: str) -> int:
 def _lay_out(
     checkpoint: Checkpoint, smaller: set[str], kind: Quantization, shard_bytes: int
 ) -> tuple[int, dict[str, _Tensor]]:
-    """How many files there will be, and their tensors, by names in the new files."""
+    """The number of files to write, and their tensors, by names in the new files."""
     tensors: dict[str, _Tensor] = {}
     file, filled = 0, 0
     for name in checkpoint.names:

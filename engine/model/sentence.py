@@ -409,7 +409,7 @@ def _splade(module: _Module) -> VocabularyWeights:
 
 
 def _sides(file: Path, settings: dict[str, Any]) -> dict[str, SideInfo]:
-    """How PyLate reads queries and documents (`ColBERT.preprocess` and `encode` of its models/colbert.py)."""
+    """PyLate's rules for reading queries and documents (`ColBERT.preprocess` and `encode` of its models/colbert.py)."""
     known = {name: value for name, value in settings.items() if value is not None}
     fills = known.get("do_query_expansion", True) is not False
     words = known.get("skiplist_words", list(string.punctuation))

@@ -59,8 +59,8 @@ class Conv1d(Transposed):
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """What `inner` fills, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes, or
-    adds to a norm's weight."""
+    """The result of `inner`, times `factor`, plus `offset`: constants by which a model multiplies what a matrix
+    makes, or adds to a norm's weight."""
 
     factor: float = 1.0
     offset: float = 0.0
@@ -199,7 +199,7 @@ class Alternating:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """What `inner` fills, each of a stack's matrices being stored [in, out]."""
+    """The result of `inner`, each of a stack's matrices being stored [in, out]."""
 
     inner: Transform = Same()
 

@@ -279,8 +279,8 @@ class Transformer(nn.Module):
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
     def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
-        """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: how one
-        row is computed on a GPU."""
+        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: the
+        form in which a GPU computes one row."""
         assert self.head is not None
         part = self.spec.head
         if not isinstance(part, spec.Lm):

@@ -193,7 +193,7 @@ class Checkpoint:
         return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
-        """What of ours a quantised matrix is, but for the rounding of minima; None for nothing."""
+        """The kind of our own that a quantised matrix is, but for the rounding of minima; None for none."""
         place = self.names[name]
         if place in self._packed:
             return self._packed[place][0].kind
@@ -274,7 +274,7 @@ class Checkpoint:
         return tensor
 
     def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
-        """What a matrix is stored as: its numbers first, then scales and what else belongs to them.
+        """The tensors that store a matrix: its numbers first, then scales and what else belongs to them.
 
         Raises:
             ModelLoadError: scales are not finite, which would be noticed in answers alone.

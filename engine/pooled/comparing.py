@@ -79,8 +79,8 @@ COMPARED: dict[Comparison, Task] = {"cosine": "embed", "max_sim": "token_embed",
 
 
 def side_prompt(info: EngineInfo, side: Side) -> str:
-    """What stands in front of a text that is compared: where vectors of tokens are, the prompt of queries or documents,
-    if there is one, else the model's default prompt."""
+    """The prompt in front of a compared text: for vectors of tokens that of queries or documents, if there is one,
+    else the model's default prompt."""
     own = comparison_of(info) == "max_sim" and info.prompts.get(side)
     return find_prompt(info, side if own else None)
 

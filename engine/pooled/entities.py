@@ -1,4 +1,4 @@
-"""From scores of spans to the entities of a text: labels that come with the request (GLiNER, arXiv:2311.08526). A text
+"""Entities of a text from scores of spans, for labels that come with the request (GLiNER, arXiv:2311.08526). A text
 that is too long is read in windows which overlap."""
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def entities_of(
 
 
 def _first_of_each(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each value stands for the first time, ascending."""
+    """The places where each value stands for the first time, ascending."""
     return np.sort(np.unique(values, return_index=True)[1])
 
 

@@ -53,7 +53,7 @@ class SideReading:
         return filled, params if self.attended else replace(params, attended=count)
 
     def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:
-        """What is asked of tokens that came as they are: the ignored ones have no vector."""
+        """The parameters for tokens that came as they are: the ignored ones have no vector."""
         places = tuple(at for at, token in enumerate(ids) if token in self.ignored) if self.ignored else ()
         return replace(params, left_out=places) if places else params
 
@@ -62,7 +62,7 @@ PLAIN = SideReading()  # like any text
 
 
 def read_side(info: EngineInfo, tokenizer: Tokenizer | None, name: str | None) -> SideReading:
-    """How the model's texts of that side are read; like any text where it has no such side.
+    """The rules by which the model's texts of that side are read; like any text if it has no such side.
 
     Raises:
         InvalidRequestError: its texts are filled up, and the tokenizer names no token for that.

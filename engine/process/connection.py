@@ -298,7 +298,7 @@ class ConnectedClient(EngineClient):
 
 @dataclass(slots=True)
 class _Stream:
-    """Where a request's news go; `since` is the number of the command that added it."""
+    """The destination of a request's news; `since` is the number of the command that added it."""
 
     since: int
     deliver: Deliver

@@ -162,7 +162,7 @@ class EngineProcess:
         raise EngineDeadError(f"{self.epitaph()} while it loaded the model.") if reply is None else reply.error()
 
     def last_words(self) -> str | None:
-        """Why it ended, read once the lifeline is readable; None if the process is gone without a word."""
+        """The reason why it ended, read once the lifeline is readable; None if the process is gone without a word."""
         reply = receive_reply(self.line)
         return str(reply.error()) if isinstance(reply, Failed) else None
 

@@ -231,7 +231,7 @@ class News(msgspec.Struct, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack knows for sequences and mappings of other types, and for configs."""
+    """The form that MessagePack knows for sequences and mappings of other types, and for configs."""
     if isinstance(value, PublishedConfig):
         return msgspec.msgpack.Ext(_CONFIG, _encoder.encode(value.parts))
     if isinstance(value, Mapping):

@@ -102,7 +102,7 @@ class Answer:
 
 
 def accepted_rows(batch: SamplingBatch | None, result: StepResult) -> Mapping[int, int]:
-    """How many rows of a result count of each sequence, by the first of them; empty where each has one."""
+    """The number of rows of a result that count of each sequence, by the first of them; empty if each has one."""
     if batch is None or batch.spans is None or result.accepted is None:
         return _NO_ROWS
     return dict(zip(batch.spans[:-1].tolist(), result.accepted.tolist(), strict=True))

@@ -204,7 +204,7 @@ def _sides(rows: Seq[Row]) -> Sides:
 
 
 def _attended(rows: Seq[Row], counts: Int32) -> Int32:
-    """How many of the tokens of each whole input are attended to: the first ones, which as a rule are all."""
+    """The number of tokens of each whole input that are attended to: the first ones, which as a rule are all."""
     poolings = [row.group.request.pooling for row in rows]
     asked = [None if pooling is None else pooling.attended for pooling in poolings]
     if not any(asked):
@@ -286,7 +286,7 @@ def _watched(rows: Seq[Row]) -> Int32 | None:
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
-    """How rows are sampled one token later: only what depends on their tokens is made anew."""
+    """The sampling of rows one token later: only what depends on their tokens is made anew."""
     assert before is not None
     groups = {row.group for row in rows}
     changes: dict[str, Any] = {}
@@ -344,7 +344,7 @@ def _edits(rows: Seq[Row]) -> EditList:
 
 
 def _masks(rows: Seq[Row]) -> dict[str, Any]:
-    """Which rows have constraints, and what fills their masks when these are needed."""
+    """The rows that have constraints, and the function that fills their masks when these are needed."""
     masked = [i for i, row in enumerate(rows) if row.sequence.mask is not None]
     if not masked:
         return {}

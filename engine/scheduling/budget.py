@@ -118,7 +118,7 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """What a plan holds."""
+        """The work of a plan."""
         sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()

@@ -32,7 +32,7 @@ class Drafter(Protocol):
 
 
 def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
-    """What the drafter expects of a sequence whose tokens are all known, as far as that can come.
+    """The tokens that the drafter expects of a sequence whose tokens are all known, as far as they can come.
 
     Nothing is drafted from an end on, nor what a constraint excludes: a mask says of allowed tokens alone what may
     follow them.

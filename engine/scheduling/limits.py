@@ -28,7 +28,7 @@ class SchedulerConfig:
 
     @classmethod
     def of(cls, config: EngineConfig, needs: SequenceNeeds) -> SchedulerConfig:
-        """What an engine's settings come to for a model."""
+        """The limits that an engine's settings give for a model."""
         return cls(
             max_num_seqs=config.most_seqs
             if needs.paged or config.max_num_seqs is not None
@@ -61,8 +61,8 @@ class SchedulerConfig:
         return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
 
     def fitting(self, length: int, total_pages: int, encoder_length: int = 0) -> float:
-        """How many requests of `length` tokens, and an encoder's input of `encoder_length`, that many pages hold at a
-        time."""
+        """The number of requests of `length` tokens, and an encoder's input of `encoder_length`, that so many pages
+        hold at a time."""
         encoded = pages_needed(encoder_length, self.block_size)
         whole = total_pages / (pages_needed(length, self.block_size) + encoded)
         if self.window is None:

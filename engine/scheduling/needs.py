@@ -1,4 +1,4 @@
-"""What the sequences of a model need in memory, and what makes their prefixes the same."""
+"""The memory needs of a model's sequences, and the facts that make their prefixes equal."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ class SequenceNeeds:
     rotary_shifts: tuple[tuple[int, int], ...] = ()
 
     def sides_of(self, request: Request) -> Sides:
-        """What is known of a request's tokens beside their ids: what it brings, and what follows from its length."""
+        """The facts about a request's tokens beside their ids: those that it brings, and those that follow from its
+        length."""
         shift = self.rotary_shift(request.reach)
         return {**request.sides, "rotary_offsets": np.array([shift], dtype=np.int32)} if shift else request.sides
 
     def rotary_shift(self, reach: int) -> int:
-        """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""
+        """The number of rows after its position at which a token's angles are, in a sequence that can reach so many
+        tokens."""
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:

@@ -25,7 +25,8 @@ _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """How to turn the logits of the S sampled tokens into candidates (see `engine.interface.sampling_table`).
+    """The instructions that turn the logits of the S sampled tokens into candidates (see
+    `engine.interface.sampling_table`).
 
     Attributes:
         rows: [S] index into the flat tokens.

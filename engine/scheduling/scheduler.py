@@ -249,7 +249,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def _keep(self, row: Row, count: int) -> None:
-        """So many of a row's drafts were right: they count as computed, as far as its answer goes."""
+        """Count so many of a row's drafts as computed, as far as its answer goes: they were right."""
         count = min(count, row.sequence.num_tokens - row.start - 1)
         self.stats.num_draft_tokens += len(row.drafts)
         self.stats.num_accepted_draft_tokens += count

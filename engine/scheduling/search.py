@@ -177,7 +177,8 @@ class BeamSearch:
         return self.choose(ranking, length, kept)
 
     def choose(self, ranking: Ranking, length: int, kept: Sequence[Hypothesis]) -> BeamStep:
-        """What becomes of the best candidates; the other arguments are those of `advance`."""
+        """Divide the best candidates into beams that go on and beams that end; the other arguments are those of
+        `advance`."""
         at_limit = length + 1 >= self.max_tokens
         live: list[Continuation] = []
         endings: list[Ending] = []

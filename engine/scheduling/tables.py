@@ -51,7 +51,7 @@ class Tables:
         self.fork_from_first(group)
 
     def fork_from_first(self, group: SequenceGroup) -> None:
-        """Where the common prefix is computed, all other sequences go on from the first one's pages."""
+        """Let all other sequences go on from the first one's pages, once the common prefix is computed."""
         first = group.sequences[0]
         if group.fork_point != first.num_computed:
             return

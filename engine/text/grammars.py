@@ -250,7 +250,7 @@ class _Bytes:
 
 
 class _Watch:
-    """What has been computed since it was made, in seconds: of the clock, but no more than the process has worked, so
+    """The computing time since it was made, in seconds: of the clock, but no more than the process has worked, so
     that a machine's pauses are no grammar's fault."""
 
     __slots__ = ("_began", "_worked")

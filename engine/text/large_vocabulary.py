@@ -72,15 +72,12 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     places = list(_MERGES.finditer(text))
     if len(places) != 1:
         raise ValueError("there are no merges, or several")
-    read = json.JSONDecoder().scan_once
+    read = json.JSONDecoder().raw_decode
     merges: list[tuple[str, str]] = []
     same: dict[str, str] = {}
     begin = at = places[0].end()
     while text[at := _skipped(text, at)] != "]":
-        try:
-            merge, at = read(text, at)
-        except StopIteration as error:
-            raise ValueError("merges are no JSON") from error
+        merge, at = read(text, at)
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         merges.append((same.setdefault(first, first), same.setdefault(second, second)))
     content = json.loads(text[:begin] + text[at:])

@@ -27,9 +27,9 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown, and with
-    `tokens_as_ids` tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or
-    with each event of a stream, too."""
+    """The requested form of the choices. With `prompt_only` nothing of the answer is shown, and with `tokens_as_ids`
+    tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or with each
+    event of a stream, too."""
 
     params: SamplingParams
     n: int

@@ -53,7 +53,7 @@ def check_lengths(metadata: AttentionMetadata, kv: Paged | Ragged, causal: bool)
 
 
 def tables_of(bias: Bias | None) -> list[Tensor]:
-    """What a bias reads, each [heads, ...]."""
+    """The tables that a bias reads, each [heads, ...]."""
     if isinstance(bias, ContentBias):
         return [table for table in (bias.keys, bias.queries) if table is not None]
     return [] if bias is None else [bias.table]

@@ -31,8 +31,8 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class PageShape(NamedTuple):
-    """What pages of a layer hold of a token: `vectors` of `head_dim` features for each of its KV heads. Two are a key
-    and a value; one is both."""
+    """The content of a layer's pages for a token: `vectors` of `head_dim` features for each of its KV heads. Two are
+    a key and a value; one is both."""
 
     kv_heads: int
     head_dim: int

@@ -56,7 +56,7 @@ _Call: Any = structure(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What the layers of a step share: a call that lacks only their tensors, its address, and what it points at."""
+    """The parts that the layers of a step share: a call that lacks only their tensors, its address, and its data."""
 
     call: Any
     address: int
@@ -172,7 +172,7 @@ class NativeAttention(AttentionBackend):
         window: Sight | None,
         content: bool,
     ) -> int:
-        """What layers with queries of this shape [T, heads, head_dim] share in a step, for
+        """The part that layers with queries of this shape [T, heads, head_dim] share in a step, for
         `engine.backends.native.program`: the address of a structure that lives as long as the metadata.
 
         Args:

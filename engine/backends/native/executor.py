@@ -54,7 +54,7 @@ logger = logging.getLogger("octavo.model")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What attentions share that can be described to the kernel together.
+    """The common part of attentions that can be described to the kernel together.
 
     Attributes:
         layer: one of the layers whose pages they read; None where keys lie beside the queries.

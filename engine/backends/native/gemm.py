@@ -110,7 +110,7 @@ class Quantised:
         return self.values, self.scales
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        """With what `change` makes of each tensor."""
+        """A copy in which `change` has replaced each tensor."""
         return replace(self, values=change(self.values), scales=change(self.scales))
 
     def dense(self) -> Tensor:
@@ -172,7 +172,7 @@ class Blocks:
         return (self.values,)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """With what `change` makes of each tensor."""
+        """A copy in which `change` has replaced each tensor."""
         return replace(self, values=change(self.values))
 
 

@@ -27,6 +27,7 @@ _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _O
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
+_TICKET = 64  # bytes, of threads.h
 _OUTSIDE = (
     "",
     "a row's keys lie outside the pages that there are",
@@ -40,7 +41,7 @@ _Operation = structure("Operation", "int kind | pointer what | int barrier")
 _Step = structure(
     "Step",
     "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
-    "int spare | pointer times | int outside",
+    "int spare | pointer tickets times | int outside",
 )
 _Norm = structure(
     "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
@@ -95,7 +96,7 @@ class PageTensors:
 
 
 class Pages:
-    """Where a layer's pages are, told to the program before its first step, and again when they have moved."""
+    """The addresses of a layer's pages, told to the program before its first step, and again when they have moved."""
 
     def __init__(self) -> None:
         self._structure: Any = _Pages()
@@ -473,6 +474,9 @@ class Program:
             self._list = (_Operation * len(self._operations))(
                 *(_Operation(kind, ctypes.addressof(what), barrier) for kind, what, barrier in self._operations)
             )
+            # Of each operation and thread, as far apart as it takes for none to slow another one down.
+            self._tickets = torch.zeros((len(self._operations) * _THREADS + 1) * _TICKET, dtype=torch.uint8)
+            self._step.tickets = -(-self._tickets.data_ptr() // _TICKET) * _TICKET
             self._pointers = (ctypes.c_void_p * len(self._widths))()
             self._step.buffers = ctypes.addressof(self._pointers)
             self._capacity = 0

@@ -82,7 +82,7 @@ class _Prefilling:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What layers of one shape share in a step; `kept` are tensors whose addresses are part of its key."""
+    """The parts that layers of one shape share in a step; `kept` are tensors whose addresses are part of its key."""
 
     decoding: _Decoding | None
     prefilling: _Prefilling | None
@@ -92,7 +92,7 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What of a layer the plan depends on."""
+    """The properties of a layer that the plan depends on."""
 
     heads: int
     kv_heads: int
@@ -369,7 +369,7 @@ def _arguments(
     product: torch.dtype,
     device: _Device,
 ) -> dict[str, Any]:
-    """What both kernels are told; in place of tensors that there are none of, one that is not read."""
+    """The arguments of both kernels; a tensor that is not read stands for each absent one."""
     import triton.language as tl
 
     q = q if q.stride(2) == 1 else q.contiguous()

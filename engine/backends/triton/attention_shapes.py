@@ -88,7 +88,7 @@ def decoders(tiles: Tiles) -> int:
 
 
 def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int, paged: bool) -> Tiles:
-    """Of rows with few queries; a tile of keys has about 16 KB, or less where many heads share it.
+    """The tiles of rows with few queries; a tile of keys has about 16 KB, or less if many heads share it.
 
     Args:
         group: heads that share keys.

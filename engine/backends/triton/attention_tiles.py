@@ -54,7 +54,7 @@ def load_vectors(base, places, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def tanh(x):
-    """By exp, which all targets have; near 0, where that would cancel, by its series."""
+    """The hyperbolic tangent by exp, which all targets have; near 0, where that would cancel, by its series."""
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))

@@ -53,8 +53,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
-    """How a product of so many rows, whose numbers have so many bytes, is shared out: in as many programs as keep a GPU
-    busy. The more rows there are, the more results has each, since all read the rows."""
+    """The division of a product of so many rows, whose numbers have so many bytes: among as many programs as keep a
+    GPU busy. The more rows there are, the more results has each, since all read the rows."""
     tall = max(16, triton.next_power_of_2(rows))
     widest = 16 if itemsize > 2 else max(tall, 32)
     wide = next((each for each in (64, 32) if each <= widest and outputs >= each * _PROGRAMS), 16)
@@ -112,7 +112,7 @@ def _half_of(words):
 
 @triton.jit
 def _each(factors):
-    """What groups [R, GROUPS] have, for each of their features: [R, GROUPS * 32]."""
+    """The values of groups [R, GROUPS] for each of their features: [R, GROUPS * 32]."""
     ROWS: tl.constexpr = factors.shape[0]
     GROUPS: tl.constexpr = factors.shape[1]
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, GROUPS, 32)), (ROWS, GROUPS * 32))

@@ -69,7 +69,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:
-    """How a matrix for so many results of so many features is shared out; a result of a gate has two rows.
+    """The division of a matrix for so many results of so many features; a result of a gate has two rows.
 
     A small matrix is one tile for each of about two programs on a multiprocessor, all of which is asked for at once. Of
     a large one a program takes 64 KB, or 128 where each has a norm to compute. Weights of 8 and of 4 bits count as one

@@ -65,7 +65,8 @@ def _words(name: str) -> list[str]:
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
-    """How many first words are the same; how near the versions are that follow; how alike the names are as a whole."""
+    """The likeness of two names: the number of equal first words, the distance of the versions that follow, and the
+    likeness as a whole."""
     common = 0
     while common < min(len(words), len(others)) and words[common] == others[common]:
         common += 1
@@ -108,7 +109,7 @@ def _config_name(name: str) -> str:
 
 
 def _alternatives(config: Any) -> str:
-    """What is nearest to a config's architecture, and whether it would do in its place."""
+    """A sentence on what is nearest to a config's architecture, and whether it would do in its place."""
     name = architecture(config)
     if text := getattr(config, "text_config", None):
         kind = getattr(text, "model_type", "")
@@ -159,7 +160,7 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """How a checkpoint stores quantised weights; None for one of plain weights.
+    """The scheme by which a checkpoint stores quantised weights; None for plain weights.
 
     Raises:
         UnsupportedModelError: in a way that is not read, or that the family has no place for.

@@ -84,7 +84,7 @@ def _refuse_others(config: Any) -> None:
 
 
 def _stretched(config: Any) -> float:
-    """What queries and keys are multiplied by each, by `mscale_all_dim` of a scaling of rotary frequencies."""
+    """The factor of both queries and keys, by `mscale_all_dim` of a scaling of rotary frequencies."""
     settings: dict[str, Any] = config.rope_parameters or {}
     weight: Any = settings.get("mscale_all_dim")
     if settings.get("rope_type", "default") == "default" or not weight:

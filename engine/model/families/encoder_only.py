@@ -252,7 +252,7 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
 
 
 def layer_target(number: int, block: Block) -> str:
-    """What the names of a layer's parameters begin with; what is beside it is not among them."""
+    """The beginning of the names of a layer's parameters; parameters beside the layer have other names."""
     return f"encoder.blocks.{number}" if block.beside is None else f"encoder.blocks.{number}.inner"
 
 

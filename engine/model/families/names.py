@@ -278,12 +278,11 @@ def network_weights(target: str, source: str, part: FeedForward, names: LayerNam
     raise AssertionError(f"{type(part).__name__} is not stored as {', '.join(names.ffn)}")
 
 
-def _always(target: str, source: str, part: FeedForward, names: LayerNames) -> list[Entry]:
+def _always(target: str, source: str, part: Gated | Opened, names: LayerNames) -> list[Entry]:
     stored = f"{source}.{names.experts.always}"
     if isinstance(part, Opened):
         opening = linear(f"{target}.always.opening", f"{source}.{names.experts.opening}", False, None)
         return opening + gated(f"{target}.always.inner", stored, part.inner)
-    assert isinstance(part, Gated)
     return gated(f"{target}.always", stored, part)
 
 

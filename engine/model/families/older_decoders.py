@@ -330,7 +330,7 @@ FAMILIES = (
         attention=lambda c: multi_head(
             c,
             kv_heads=1 if c.multi_query else c.num_attention_heads,
-            **({} if c.scale_attn_weights else {"scale": 1.0}),
+            scale=(c.hidden_size // c.num_attention_heads) ** -0.5 if c.scale_attn_weights else 1.0,
         ),
         ffn=lambda c: _four_times(c, c.n_inner),
         norm=_layer_norm,

@@ -20,7 +20,7 @@ class Arrangement(ABC):
 
     @abstractmethod
     def shape(self, stored: Shape) -> Shape:
-        """Of the result."""
+        """The shape of the result."""
 
     @abstractmethod
     def arrange(self, stored: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class _Reader:
         )
 
     def _count(self, what: str, least: int, most: int) -> int:
-        """How many of something follow, each of at least so many bytes."""
+        """The number of items that follow, each of at least so many bytes."""
         count: int = self._scalar("Q", 8, f"the number of its {what}")
         room = (self._size - self._place) // least
         if count > min(room, most):

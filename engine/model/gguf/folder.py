@@ -101,7 +101,8 @@ def _spare() -> Path:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """Beside its place, and renamed into it: no reader sees half of it, and two processes may make the same."""
+    """Make the folder beside its place and rename it: no reader sees half of it, and two processes may make the
+    same."""
     from engine.model.gguf.container import read_gguf  # brings torch
 
     contents = _contents(read_gguf(path))

@@ -70,7 +70,7 @@ class Stack:
 
     @property
     def sides(self) -> dict[str, int]:
-        """How many values each side of its tokens has that its embedding reads (`engine.interface.token_sides`)."""
+        """The number of values of each side of its tokens that its embedding reads (`engine.interface.token_sides`)."""
         found = {name: getattr(self.embedding, name, 0) for name, side in SIDES.items() if side.reads == "Embed"}
         return {name: count for name, count in found.items() if count}
 

@@ -38,7 +38,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def packed(integers: Tensor, bits: int) -> Tensor:
-    """What `unpacked` reads along dim 1: words [rows, columns * bits / 32] of uint8 [rows, columns].
+    """The words that `unpacked` reads along dim 1: [rows, columns * bits / 32] of uint8 [rows, columns].
 
     Args:
         bits: 4 or 8 of each; a row fills whole words.

@@ -22,7 +22,8 @@ _CODES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 
 class BitsAndBytes(Scheme):
-    """Of int8 `weight` and `SCB`; of 4 bits `weight` and, below its name, what belongs to the codes."""
+    """The scheme of bitsandbytes: int8 as `weight` and `SCB`; 4 bits as `weight` and, below its name, what belongs
+    to the codes."""
 
     unread = (_LAYOUT,)
 

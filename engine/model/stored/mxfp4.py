@@ -44,7 +44,7 @@ class Mxfp4(Scheme):
 
 
 def decoded_shape(blocks: Size) -> Size:
-    """Of blocks [..., rows, blocks, bytes] what they hold: [..., rows, inputs]."""
+    """The shape of what blocks [..., rows, blocks, bytes] hold: [..., rows, inputs]."""
     return Size((*blocks[:-2], 2 * blocks[-2] * blocks[-1]))
 
 
@@ -59,7 +59,7 @@ def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
     for part, exponents, to in zip(
         blocks.flatten(0, -4), scales.flatten(0, -3), values.flatten(0, -4), strict=True
     ):  # matrix by matrix, so that what lies between stays small
-        first, second = torch.stack((part & 15, part >> 4), -1).flatten(-2).split(_BYTES, -1)
+        first, second = torch.stack((part & 15, part >> 4), -1).flatten(-2).chunk(2, -1)
         to[..., 0] = exponents
         to[..., 1:] = first | second << 4
     return Blocks("mxfp4", values.flatten(-2), shape[-1])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
-from engine.backends.native.gemm import BlockKind, Quantised
+from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 
@@ -61,7 +61,7 @@ class Packed:
     decode: Callable[..., Tensor]
     format: str = "F32"
     kind: Quantization | None = None
-    quantised: Callable[..., Quantised] | None = None
+    quantised: Callable[..., Quantised | Blocks] | None = None
     own: BlockKind | None = None
 
 
@@ -77,7 +77,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
-        """What is stored so.
+        """The matrices that are stored by this scheme.
 
         Raises:
             ModelLoadError: tensors of one matrix do not fit together.

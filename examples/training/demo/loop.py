@@ -171,11 +171,6 @@ def train(
     return progress
 
 
-def begin(model: nn.Module, recipe: Recipe, progress: Progress, folder: Path) -> None:
-    """Write a checkpoint of a model that was trained so far elsewhere: its moments begin anew."""
-    _save(model, _optimizer(model, recipe), recipe, progress, folder)
-
-
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]

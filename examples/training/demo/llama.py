@@ -136,12 +136,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.matmul(scores.softmax(-1), v)
 
 
-def to_transformers(model: Llama, *, copied: bool = True) -> dict[str, Tensor]:
-    """The weights in float32, under the names of LlamaForCausalLM; the head is the embedding and has no name.
-
-    Args:
-        copied: else they are the model's own memory.
-    """
+def to_transformers(model: Llama) -> dict[str, Tensor]:
+    """The weights in float32, under the names of LlamaForCausalLM; the head is the embedding and has no name."""
     shape, inner = model.shape, model.shape.kv_heads * model.shape.head_dim
     weights = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm}
     for number, block in enumerate(model.blocks):
@@ -160,7 +156,7 @@ def to_transformers(model: Llama, *, copied: bool = True) -> dict[str, Tensor]:
             name + "mlp.up_proj.weight": up,
             name + "mlp.down_proj.weight": block.down.weight,
         }
-    return {name: weight.detach().float().clone() if copied else weight.detach() for name, weight in weights.items()}
+    return {name: weight.detach().float().clone() for name, weight in weights.items()}
 
 
 def to_config(shape: Shape, bos: int, eos: int, dtype: str) -> dict[str, object]:

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -151,13 +150,6 @@ class ChatTask:
     def _perplexity(self, batch: Batch) -> float:
         ids, learnt = (part.to(self.device) for part in batch)
         return math.exp(cross_entropy(*self.forward((ids, learnt))).item())
-
-    def load(self, folder: Path) -> None:
-        """Take the weights of a folder that `export` has written."""
-        stored = load_file(folder / "model.safetensors")
-        for name, weight in to_transformers(self.model, copied=False).items():
-            with torch.no_grad():
-                weight.copy_(stored[name])
 
     def export(self, folder: Path, *, dtype: str = "bfloat16") -> None:
         """Write the folder as transformers saves it; every machine computes it in float32, whatever it is stored in."""

@@ -1,33 +1,20 @@
 #!/usr/bin/env python3
-"""Trains the bundled demo models, server/demo/chat and server/demo/seq2seq, from nothing but the scripts beside it.
-
-    .venv/bin/python tools/train_demo.py chat
-    .venv/bin/python tools/train_demo.py seq2seq
-
-The corpora are made up by grammars (`tools/demo/`), the tokenizers are trained on them, then the models. A run that is
-ended goes on from its last checkpoint when it is started again, with the same recipe, and its card says so; the chat
-model's can go on from the finished model of a shorter recipe, too, with new moments (--begin-with). Each step's
-documents follow from its number, so the same versions of the libraries on the same processor, with the same number of
-threads, give the same model.
-"""
+"""Trains the bundled models, server/demo/chat and server/demo/seq2seq (README.md)."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 import time
 from pathlib import Path
 
 import torch
 from demo import chat_task, seq2seq_task
-from demo.card import write_card
-from demo.evaluation import measure_chat, measure_seq2seq
 from demo.export import write_json
-from demo.loop import Progress, Recipe, begin, train
+from demo.loop import Recipe, train
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DIGEST = 10_000  # documents whose checksum tells one corpus from another
 
 
@@ -37,7 +24,6 @@ def main() -> None:
     parser.add_argument("model", choices=("chat", "seq2seq"))
     parser.add_argument("folder", type=Path, nargs="?", help="where the model is written (default: server/demo/MODEL)")
     parser.add_argument("--work", type=Path, help="checkpoints (default: build/demo/MODEL)")
-    parser.add_argument("--begin-with", type=Path, help="a finished chat model whose training the recipe continues")
     parser.add_argument("--steps", type=int, help="updates of the weights, instead of the recipe's")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after that long, to go on another time"
@@ -45,7 +31,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
-    parser.add_argument("--cases", type=int, default=200, help="of each kind that the evaluation asks; 0 for none")
     parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -62,11 +47,6 @@ def main() -> None:
     size = sum(parameter.numel() for parameter in task.model.parameters())
     print(f"{given.model}: {size} parameters, {recipe.steps} steps, on {given.device}", flush=True)
     work = given.work or ROOT / "build" / "demo" / given.model
-    if given.begin_with is not None and not (work / "checkpoint.pt").exists():
-        if not isinstance(task, chat_task.ChatTask):
-            parser.error("--begin-with is for the chat model.")
-        task.load(given.begin_with)
-        begin(task.model, recipe, _progress(given.begin_with), work)
     stop_at = time.time() + 60 * given.minutes
     progress = train(
         task.model, recipe, task.batch, task.forward, task.evaluate, work, device=given.device, stop_at=stop_at
@@ -87,21 +67,9 @@ def main() -> None:
         "cpu_seconds": round(progress.cpu_seconds),
         "resumed": progress.resumed,
         "curve": progress.curve,
-        "cases": given.cases,
     }
-    if given.cases:
-        shares = (measure_chat if given.model == "chat" else measure_seq2seq)(folder, given.cases)
-        write_card(folder, given.model, training, shares)
-        training["shares"] = shares
     write_json(folder / "training.json", training)
     print(f"{folder}: step {progress.step} of {recipe.steps}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
-
-
-def _progress(folder: Path) -> Progress:
-    """How far a finished model has come."""
-    said = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    names = [field.name for field in dataclasses.fields(Progress) if field.name in said]
-    return Progress(step=said["steps"], **{name: said[name] for name in names})
 
 
 def _recipe(recipe: Recipe, given: argparse.Namespace) -> Recipe:
