@@ -76,8 +76,9 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
 
 def head_dim_of(config: Any) -> int:
     """Features of a head: the config's head_dim, or each head's share of hidden_size."""
-    size: int | None = getattr(config, "head_dim", None)
-    return config.hidden_size // config.num_attention_heads if size is None else size
+    own = getattr(config, "head_dim", None)
+    size: int = config.hidden_size // config.num_attention_heads if own is None else own
+    return size
 
 
 def attention(config: Any, *, heads: int | None = None, bias: bool = False, **parts: Any) -> Attention:
