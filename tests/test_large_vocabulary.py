@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,20 @@ def test_the_chat_models_own() -> None:
     check(DEMO_MODEL / "tokenizer.json")
 
 
-@pytest.mark.parametrize("damage", ["cut", "words", "merges", "unknown"])
+def test_merges_that_are_comments(tmp_path: Path) -> None:
+    """The library skips them in the older form alone."""
+    held = content()
+    tokens, pairs = held["model"]["vocab"], held["model"]["merges"]
+    tokens |= {text: len(tokens) + i for i, text in enumerate(["#version", "s", "#versions", "#version:", "0.2"])}
+    file = tmp_path / "tokenizer.json"
+    for merges in (["#version: 0.2", "#version s", *(f"{a} {b}" for a, b in pairs)], [["#version", "s"], *pairs]):
+        held["model"]["merges"] = merges
+        file.write_text(json.dumps(held))
+        check(file)
+        assert large_vocabulary._built(file) is not None
+
+
+@pytest.mark.parametrize("damage", ["cut", "words", "merges", "unknown", "mixed", "mapping", "numbers", "id", "added"])
 def test_what_is_no_byte_pairs_is_the_librarys(damage: str, tmp_path: Path) -> None:
     """Another model is read as it reads it; a damaged file is refused as it refuses it."""
     file, held = tmp_path / "tokenizer.json", content()
@@ -77,6 +91,16 @@ def test_what_is_no_byte_pairs_is_the_librarys(damage: str, tmp_path: Path) -> N
             held["model"] = {"type": "WordLevel", "vocab": {"merges": 0, "<unk>": 1}, "unk_token": "<unk>"}
         case "merges":
             held["model"]["merges"][2] = ["d"]
+        case "mixed":
+            held["model"]["merges"][2] = "d e"
+        case "mapping":
+            held["model"]["merges"] = [{"d": 1, "e": 2}]
+        case "numbers":
+            held["model"]["merges"][2] = [1, 2]
+        case "id":
+            del held["added_tokens"][0]["id"]
+        case "added":
+            held["added_tokens"] = None
         case "unknown":
             held["model"]["merges"][2] = ["d", "zz"]
     text = json.dumps(held)
@@ -86,5 +110,5 @@ def test_what_is_no_byte_pairs_is_the_librarys(damage: str, tmp_path: Path) -> N
         return
     with pytest.raises(Exception) as expected:
         Tokenizer.from_file(str(file))
-    with pytest.raises(type(expected.value)):
+    with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
         read_tokenizer(file)

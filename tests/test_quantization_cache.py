@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import re
@@ -34,6 +35,8 @@ from support.jobs import CHECKPOINT, MIXED
 from support.native import each_isa, kernels_of
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from test_stored_weights import KINDS as STORED
+from test_stored_weights import checkpoint as stored_checkpoint
 from torch import Tensor
 
 from engine import ConfigError, EngineConfig
@@ -288,6 +291,18 @@ def test_a_checkpoint_that_changes_while_it_is_read(
     load(llama, cache)
     assert "the checkpoint has changed meanwhile" in caplog.text
     assert not entries(cache)
+
+
+def test_a_config_that_reads_the_same_file_otherwise(tmp_path: Path, cache: Path) -> None:
+    """The first version of GPTQ stores zeros less one: the config says it, not the file."""
+    path = tmp_path / "model"
+    said, pack = STORED["gptq-8"]
+    stored_checkpoint(path, said, pack)
+    load(path, cache, "stored")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    (path / "config.json").write_text(json.dumps(config))
+    assert_same(load(path, None, "stored"), load(path, cache, "stored"))
 
 
 def flip(path: Path, at: float) -> None:
@@ -555,6 +570,23 @@ def test_old_entries_are_removed_and_nothing_else(llama: Path, cache: Path, tmp_
     assert not old.exists()
 
 
+@pytest.mark.parametrize("odd", ["leads nowhere", "leads in a circle", "its checkpoint leads in a circle"])
+def test_links_in_the_folder_are_no_obstacle(odd: str, llama: Path, cache: Path, tmp_path: Path) -> None:
+    other = cache / f"int4-{'0' * 32}.safetensors"
+    if odd.startswith("its"):
+        shutil.copytree(llama, tmp_path / "other")
+        load(tmp_path / "other", cache)
+        (other,) = entries(cache)
+        (tmp_path / "other" / SINGLE_FILE).unlink()
+        (tmp_path / "other" / SINGLE_FILE).symlink_to(SINGLE_FILE)
+    else:
+        cache.mkdir(mode=0o700)
+        other.symlink_to(other if "circle" in odd else tmp_path / "nowhere")
+    load(llama, cache, "int8")
+    (kept,) = entries(cache)
+    assert kept.name.startswith("int8-")
+
+
 def mapped_from(model: Transformer) -> set[str]:
     """The files that hold the matrices of a model."""
     places = [line.split() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()]
@@ -625,6 +657,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_folder(None) == tmp_path / "home" / ".cache" / "octavo" / "quantization"
     assert find_folder("~/mine") == tmp_path / "home" / "mine"
     assert find_folder("off") is None
+    with pytest.raises(ConfigError, match="quantization_cache is ~nobody-here/x, but there is no such home folder"):
+        find_folder("~nobody-here/x")
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
     assert find_folder(None) is None
     with pytest.raises(ConfigError, match='quantization_cache must be a folder or off, got ""'):

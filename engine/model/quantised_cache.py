@@ -5,9 +5,9 @@ mapped, so that all processes that serve a model share its pages. Elsewhere it h
 (`gemm.Quantised`).
 
 An entry is a safetensors file, named by a hash of all that decides its bytes: the checkpoint's files, what each
-matrix is filled with, the format that it was read in, what quantised it, and the library that laid it out. It is
-written beside its place and renamed into it, so that no reader sees half of one, and two processes may write the same.
-Its checksums are verified before it is used.
+matrix is filled with, how that is stored, the format that it was read in, what quantised it, and the library that laid
+it out. It is written beside its place and renamed into it, so that no reader sees half of one, and two processes may
+write the same. Its checksums are verified before it is used.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends.native import gemm
 from engine.backends.native.gemm import GROUP, Form, Packed, Quantised
+from engine.errors import ConfigError
 from engine.host.folders import cache_folder, make_private
 from engine.model.packing import Pieces
 from engine.model.quantisation import Held, quantiser
@@ -65,13 +66,21 @@ def find_folder(setting: str | None) -> Path | None:
 
     Args:
         setting: a folder or "off"; None for one in the user's cache.
+
+    Raises:
+        ConfigError: the folder is in the home of a user who has none.
     """
     if setting is None:
         try:
             return cache_folder("quantization")
         except RuntimeError:  # there is no home
             return None
-    return None if setting == "off" else Path(setting).expanduser().absolute()
+    if setting == "off":
+        return None
+    try:
+        return Path(setting).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"quantization_cache is {setting}, but there is no such home folder. Name another.") from None
 
 
 def kept_files(folder: Path) -> list[Path]:
@@ -218,8 +227,11 @@ class Cache:
 
     def _make_room(self, most: int) -> None:
         """Remove the entries that were not used for the longest time, until the others take no more than this."""
-        found = sorted(((path.stat(), path) for path in kept_files(self.folder)), key=lambda each: -each[0].st_mtime)
-        for status, path in found:
+        found: list[tuple[os.stat_result, Path]] = []
+        for path in kept_files(self.folder):
+            with contextlib.suppress(OSError):  # another process may have removed it
+                found.append((path.stat(), path))
+        for status, path in sorted(found, key=lambda each: -each[0].st_mtime):
             most -= status.st_size
             if most < 0:
                 with contextlib.suppress(OSError):
@@ -231,7 +243,7 @@ class Cache:
         now = time.time()
         for path in kept_files(self.folder):
             with contextlib.suppress(OSError):
-                if now - path.stat().st_mtime > _KEPT_SECONDS or _is_stale(path):
+                if _is_stale(path) or now - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             with contextlib.suppress(OSError):
@@ -396,7 +408,7 @@ def _identities(files: Sequence[Path]) -> list[list[Any]]:
     apart."""
     found = []
     for file in files:
-        path = file.resolve()
+        path = Path(os.path.realpath(file))  # which, unlike `resolve`, raises nothing for links in a circle
         status = path.stat()
         found.append([str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     return found

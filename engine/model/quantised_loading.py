@@ -410,4 +410,5 @@ def _arranged(part: Quantised | Blocks, transform: Transform) -> Quantised | Blo
 
 def _described(name: str, checkpoint: Checkpoint, destination: Destination) -> str:
     file, stored = checkpoint.names[name]
-    return f"{destination.place} of {destination.transform}: {stored} in {file.name}"
+    scheme = "" if checkpoint.scheme is None else f", {checkpoint.scheme}"
+    return f"{destination.place} of {destination.transform}: {stored} in {file.name}{scheme}"

@@ -26,6 +26,8 @@ _OPTIONS = frozenset(
 )  # fmt: skip
 # Within a text of JSON a quote comes after a backslash: this is no text.
 _MERGES = re.compile(r'(?<!\\)"merges"\s*:\s*\[')
+_TOKEN = frozenset({"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"})
+_COMMENT = "#version"  # the library skips merges that are texts and begin with it
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -51,16 +53,25 @@ def _built(file: Path) -> Tokenizer | None:
     if not isinstance(model, dict) or model.pop("type", None) != "BPE" or model.pop("merges", None) != []:
         return None
     vocabulary = model.pop("vocab", None)
-    if not isinstance(vocabulary, dict) or not model.keys() <= _OPTIONS:
-        return None
-    pairs = BPE(vocab=vocabulary, merges=merges, **{name: value for name, value in model.items() if value is not None})
-    del vocabulary, merges
     added = content.pop("added_tokens", [])
+    if not isinstance(vocabulary, dict) or not model.keys() <= _OPTIONS or not _are_tokens(added):
+        return None
+    options = {name: value for name, value in model.items() if value is not None}
+    try:
+        pairs = BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception:  # of many kinds; the library says of the file itself where it is wrong
+        return None
+    del vocabulary, merges
     empty: dict[str, Any] = {"type": "BPE", "vocab": {}, "merges": []}
     made = Tokenizer.from_str(json.dumps(content | {"added_tokens": [], "model": empty}))
     made.model = pairs
     made.add_tokens([AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in added])
     return made
+
+
+def _are_tokens(added: object) -> bool:
+    """Whether these are added tokens as the library writes them."""
+    return isinstance(added, list) and all(isinstance(token, dict) and token.keys() == _TOKEN for token in added)
 
 
 def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -76,10 +87,15 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     merges: list[tuple[str, str]] = []
     same: dict[str, str] = {}
     begin = at = places[0].end()
+    form: type | None = None
     while text[at := _skipped(text, at)] != "]":
         merge, at = read(text, at)
-        first, second = merge.split(" ") if isinstance(merge, str) else merge
-        merges.append((same.setdefault(first, first), same.setdefault(second, second)))
+        form = form or type(merge)
+        if form not in (str, list) or not isinstance(merge, form):
+            raise ValueError("merges are neither all texts nor all lists")
+        if form is list or not merge.startswith(_COMMENT):
+            first, second = merge.split(" ") if form is str else merge
+            merges.append((same.setdefault(first, first), same.setdefault(second, second)))
     content = json.loads(text[:begin] + text[at:])
     if not isinstance(content, dict):
         raise ValueError("it is no object")

@@ -75,6 +75,10 @@ class Scheme(ABC):
     served_as: Quantization | None = None
     """What matrices become on a CPU unless settings say otherwise; None: plain."""
 
+    def __str__(self) -> str:
+        """The scheme with its settings, which decide the numbers that are read."""
+        return f"{self.title} {sorted(vars(self).items())}"
+
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         """The matrices that are stored by this scheme.
