@@ -78,6 +78,7 @@ def test_boxes_are_cut_with_their_tokens(subject: Subject) -> None:
         ([[0, 0, 1, 1], [0, 3, 1, 2]], r"upper not beyond lower; got \[0, 3, 1, 2\]"),
         ([[0, 0, 1, 1], [0, 0, 1, True]], "four integers"),
         ([[0, 0, 1, 1], "0011"], "four integers"),
+        ([[0, 0, 1, 1], b"\0\0\1\1"], "four integers"),
     ],
 )
 def test_what_is_no_box_is_refused(subject: Subject, boxes: Any, message: str) -> None:
@@ -85,6 +86,20 @@ def test_what_is_no_box_is_refused(subject: Subject, boxes: Any, message: str) -
         subject.llm.engine.add_request("a", TokenInput([1, 2], bbox=boxes), PoolingParams(task="token_classify"))
     assert refusal.value.param == "bbox"
     assert not subject.llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("sides", "param", "message"),
+    [
+        ({"token_type_ids": 0}, "token_type_ids", "token_type_ids must be a list of integers, got 0"),
+        ({"sides": ["boxes"]}, "sides", "sides must be a mapping of names to lists, got .'boxes'."),
+        ({"sides": "boxes"}, "sides", "sides must be a mapping of names to lists, got 'boxes'"),
+    ],
+)
+def test_what_is_no_side_is_refused(subject: Subject, sides: Any, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        subject.llm.classify(TokenInput(IDS, **sides))
+    assert refusal.value.param == param
 
 
 def test_models_that_read_no_boxes_refuse_them(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
         ("xglm", "XGLMForCausalLM", {"add_cross_attention": True}, "add_cross_attention must be false"),
         ("ctrl", "CTRLLMHeadModel", {"n_head": 7}, "7 attention heads cannot share"),
         (
+            "granite",
+            "GraniteForCausalLM",
+            {"num_key_value_heads": 5},
+            "32 attention heads and 5 KV heads: the first must",
+        ),
+        ("dbrx", "DbrxForCausalLM", {"attn_config": {"kv_n_heads": 7}}, "16 attention heads and 7 KV heads"),
+        (
             "hunyuan_v1_moe",
             "HunYuanMoEV1ForCausalLM",
             {"moe_topk": [1, 1]},

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import InvalidRequestError
 from engine.interface.constraints import Constraint
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS, Dry
 from engine.interface.pooling import Pooling, PoolingParams
@@ -98,7 +99,14 @@ class TokenInput:
 
     @property
     def given(self) -> dict[str, Sequence[Any]]:
-        """The sides that it brings, by their names."""
+        """The sides that it brings, by their names.
+
+        Raises:
+            InvalidRequestError: `sides` holds no names.
+        """
+        if self.sides is not None and not isinstance(self.sides, Mapping):
+            message = f"sides must be a mapping of names to lists, got {brief(self.sides)}."
+            raise InvalidRequestError(message, param="sides", code="invalid_value")
         fields = {side.name: getattr(self, side.param) for side in asked_sides() if side.param is not None}
         return {**(self.sides or {}), **{name: values for name, values in fields.items() if values is not None}}
 

@@ -116,7 +116,8 @@ class TokenSide:
             if not 0 <= entry < limit:
                 self._refuse(f"{name} holds {brief(entry)}, but the model has ids 0 to {limit - 1}.", "invalid_value")
             return
-        right = isinstance(entry, Sequence) and len(entry) == self.width and all(map(_is_integer, entry))
+        listed = isinstance(entry, Sequence) and not isinstance(entry, (str, bytes))
+        right = listed and len(entry) == self.width and all(map(_is_integer, entry))
         if not (right and all(0 <= number < limit for number in entry) and self.fits(entry)):
             self._refuse(
                 f"{name} must hold {self.form}, from 0 to {limit - 1}, {self.rule}; got {brief(entry)}.",

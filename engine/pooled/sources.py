@@ -146,8 +146,8 @@ class Reader:
                 ("right", frozenset()) if tokenizer is None else (tokenizer.truncation_side, tokenizer.frame_ids)
             )
             types = source.sides.get("token_types")
-            found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=types, added=added)
             kept = sides_of(source.sides, len(source.ids), info, self._max_length, side)
+            found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=types, added=added)
             return Reading(found, None, TokenInput.of(found.ids, None, kept))
         text = self._prompt + source.text
         found = need_tokenizer(tokenizer, info).encode_input(

@@ -87,15 +87,20 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     merges: list[tuple[str, str]] = []
     same: dict[str, str] = {}
     begin = at = places[0].end()
-    form: type | None = None
+    forms: set[type] = set()
     while text[at := _skipped(text, at)] != "]":
         merge, at = read(text, at)
-        form = form or type(merge)
-        if form not in (str, list) or not isinstance(merge, form):
-            raise ValueError("merges are neither all texts nor all lists")
-        if form is list or not merge.startswith(_COMMENT):
-            first, second = merge.split(" ") if form is str else merge
-            merges.append((same.setdefault(first, first), same.setdefault(second, second)))
+        forms.add(type(merge))
+        if isinstance(merge, str):
+            if merge.startswith(_COMMENT):
+                continue
+            merge = merge.split(" ")
+        elif not isinstance(merge, list):
+            raise ValueError("a merge is neither a text nor a list")
+        first, second = merge
+        merges.append((same.setdefault(first, first), same.setdefault(second, second)))
+    if len(forms) > 1:
+        raise ValueError("merges are texts and lists")
     content = json.loads(text[:begin] + text[at:])
     if not isinstance(content, dict):
         raise ValueError("it is no object")

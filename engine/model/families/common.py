@@ -88,6 +88,9 @@ def attention(config: Any, *, heads: int | None = None, bias: bool = False, **pa
         heads: None: num_attention_heads.
         bias: all of its projections have biases.
         parts: further fields of `Attention`, and those that differ.
+
+    Raises:
+        UnsupportedModelError: the heads cannot share the KV heads evenly.
     """
     heads = config.num_attention_heads if heads is None else heads
     head_dim = parts.get("head_dim") or head_dim_of(config)
@@ -99,7 +102,13 @@ def attention(config: Any, *, heads: int | None = None, bias: bool = False, **pa
         "qkv_bias": bias,
         "out_bias": bias,
     }
-    return Attention(**(usual | parts))
+    made = Attention(**(usual | parts))
+    if made.heads % made.kv_heads:
+        raise UnsupportedModelError(
+            f"The checkpoint's config has {made.heads} attention heads and {made.kv_heads} KV heads: the first must "
+            "be a multiple of the second."
+        )
+    return made
 
 
 def windowed(config: Any, windows: Iterable[Window | None], **parts: Any) -> list[Attention]:
