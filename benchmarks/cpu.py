@@ -13,8 +13,9 @@ of medians in this run. Work:
                  LLaMA shape of 235M parameters
     gguf-load    how long both take to load such files of 1.1 billion parameters: warm, and cold, which is from the disk
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
-    sizes        decode and prefill of models as people run them (--shape 0.5B 1.5B 3B 8B, --formats), in llama.cpp and
-                 Octavo on the same file, and the memory of both; each row is kept as it appears
+    sizes        models as people run them (--shape 0.5B 1.5B 3B 8B sparse, --formats) in llama.cpp and Octavo on the
+                 same file: decoding, long prompts, long contexts, 8 requests at once (--measure), and the memory of
+                 both; the rows of each file are kept as they appear
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
                  and widened); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
@@ -46,18 +47,20 @@ from typing import Any
 from offline import ROOT, machine
 from peers import cases, engines, goals, page_cache, process, servers
 from peers.cases import Answers, Measure, Sizes
-from peers.checkpoints import SHAPES, make_encoder_decoder, make_llama
+from peers.checkpoints import RANDOM, SHAPES, make_decoder, make_encoder_decoder
 from peers.engines import Files
-from peers.goals import FORMATS, SIZES
+from peers.goals import FORMATS, MEASURES, SIZES
 from peers.memory import memory_of
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
+from step_profile import bandwidth
 
 WORK = (
     "decode", "mixed", "prefill", "http", "gguf", "gguf-load", "gguf-http", "awq", "gptq", "beams", "overhead",
     "first-token", "sizes",
 )  # fmt: skip
 DEFAULT_WORK = tuple(work for work in WORK if work != "sizes")  # it makes files of several gigabytes
+TRIES = 5  # of a short turn that something else disturbed
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -107,7 +110,9 @@ class Run:
         """A LLaMA-shaped checkpoint."""
         shape = "tiny" if self.options.tiny else shape
         self.shapes.add(shape)
-        return self._files(shape, lambda folder: make_llama(folder, SHAPES[shape]))
+        random = shape in RANDOM
+        weights = not random or "bf16" in self.options.formats
+        return self._files(shape, lambda folder: make_decoder(folder, SHAPES[shape], weights), weights, random)
 
     def vocab_size(self, shape: str = "S") -> int:
         """Of that checkpoint."""
@@ -123,9 +128,9 @@ class Run:
         shape = f"{shape.partition('-')[0]}-tiny" if self.options.tiny else shape
         return self._files(shape, lambda folder: make_encoder_decoder(folder, shape))
 
-    def _files(self, name: str, make: Callable[[Path], None]) -> Files:
-        files = Files(self.folder / name, self.installs, self.options.threads)
-        if not (files.checkpoint / "config.json").exists():
+    def _files(self, name: str, make: Callable[[Path], None], weights: bool = True, random: bool = False) -> Files:
+        files = Files(self.folder / name, self.installs, self.options.threads, random=random)
+        if not (files.checkpoint / ("model.safetensors" if weights else "config.json")).exists():
             make(files.checkpoint)
         return files
 
@@ -156,22 +161,49 @@ class Run:
         self._stored("gguf", GGUF)
 
     def sizes(self) -> None:
-        """Models as people run them, one at a time in short turns: a machine's memory is not always as fast."""
+        """Models as people run them, loaded once and in short turns: a machine's memory is not always as fast."""
         if "llama.cpp" not in self.installs:
             return
         sizes = self.amount if self.options.tiny else replace(self.amount, decode=48, prefill=512, repeats=1)
         for shape in self.options.shape:
-            files, vocab_size = self.llama(shape), self.vocab_size(shape)
+            files = self.llama(shape)
             for format in self.options.formats:
                 ours = "bfloat16" if format == "bf16" else format
-                with self._engines(files, (f"octavo {ours}", f"llama.cpp {format}")) as ready:
-                    case = f"sizes-{shape}-{format}"
-                    self._measure(f"{case}-decode", ready, cases.decode(sizes, vocab_size), quick=True)
-                    self._measure(f"{case}-prefill", ready, cases.prefill(sizes, vocab_size), quick=True)
-                    memory = {one.name: memory_of(one.pids) for one in ready}
-                self.notes[f"{case}-decode"] = {"memory_mib": memory}
-                print(f"{case:18s} memory in MiB: {memory}", flush=True)
+                names, case = (f"octavo {ours}", f"llama.cpp {format}"), f"sizes-{shape}-{format}"
+                if alone := [work for work in self.options.measure if work != "mixed-8"]:
+                    self._sizes_alone(case, files, names, alone, sizes, self.vocab_size(shape))
+                if "mixed-8" in self.options.measure:
+                    with self._engines(files, names, crowd=8) as ready:
+                        for one in ready:  # with flash attention, which is the faster one in all that was measured
+                            one.settings = one.settings[:2]
+                        self._measure(f"{case}-mixed-8", ready, cases.mixed(8, sizes, self.vocab_size(shape), {}))
                 self.keep()
+
+    def _sizes_alone(
+        self, case: str, files: Files, names: Sequence[str], what: Sequence[str], sizes: Sizes, vocab_size: int
+    ) -> None:
+        """One request at a time."""
+        prompts = {"decode": sizes.decode_prompt, "prefill": sizes.prefill}
+        prompts = {work: prompts.get(work) or int(work.rpartition("-")[2]) for work in what}
+        context = max(prompts.values()) + sizes.decode * (TRIES * self.options.rounds + 2)
+        with self._engines(files, names, context=context) as ready:
+            for one in ready:
+                one.prepare(one.settings[0])
+            for work, prompt in prompts.items():
+                if work.startswith("prefill"):
+                    warm = measure = cases.prefill(replace(sizes, prefill=prompt), vocab_size)
+                else:
+                    warm, measure = cases.advance(sizes, prompt, vocab_size)
+                series = {one.name: Series(setting=one.settings[0]) for one in ready}
+                for one in ready:
+                    warm(one)
+                speeds = [bandwidth()]
+                self._take(f"{case}-{work}", ready, measure, series, tries=2 if work.startswith("prefill") else TRIES)
+                speeds.append(bandwidth())
+                self.notes[f"{case}-{work}"] = {"memory_gb_per_second": [round(speed / 1e9, 1) for speed in speeds]}
+            memory = {one.name: memory_of(one.pids) for one in ready}
+        self.notes[f"{case}-{what[0]}"] |= {"memory_mib": memory}
+        print(f"{case:18s} memory in MiB: {memory}", flush=True)
 
     def gguf_load(self) -> None:
         """Larger files, with and without the system having them in memory."""
@@ -261,9 +293,11 @@ class Run:
     # ------------------------------------------------------------ the machinery
 
     @contextmanager
-    def _engines(self, files: Files, names: Sequence[str], crowd: int = 1) -> Iterator[list[Any]]:
+    def _engines(
+        self, files: Files, names: Sequence[str], crowd: int = 1, context: int | None = None
+    ) -> Iterator[list[Any]]:
         yield from self._ready(
-            names, lambda name: engines.make(name, files, self.installs, self.options.threads, crowd)
+            names, lambda name: engines.make(name, files, self.installs, self.options.threads, crowd, context)
         )
 
     @contextmanager
@@ -294,16 +328,19 @@ class Run:
             print(f"{name} is left out: {error}", flush=True)
             return None
 
-    def _measure(self, case: str, contestants: list[Any], measure: Measure, quick: bool = False) -> None:
-        """Choose settings, or take the first ones if `quick`; then take turns."""
+    def _measure(self, case: str, contestants: list[Any], measure: Measure) -> None:
+        """Choose settings, and take turns."""
         figure = next(goal.figure for goal in goals.goals() if goal.case == case)
         series: dict[str, Series] = {}
         for one in contestants:
-            chosen = self._attempt(one.name, lambda one=one: choose(one, measure, figure, quick or self.options.quick))
+            chosen = self._attempt(one.name, lambda one=one: choose(one, measure, figure, self.options.quick))
             if chosen is not None:
                 series[one.name] = chosen
-        taking = [one for one in contestants if one.name in series]
-        take_turns(taking, measure, self.options.rounds, series)
+        self._take(case, [one for one in contestants if one.name in series], measure, series)
+
+    def _take(self, case: str, taking: list[Any], measure: Measure, series: dict[str, Series], tries: int = 1) -> None:
+        """Turns of contestants that are ready."""
+        take_turns(taking, measure, self.options.rounds, series, tries)
         self.measured[case] = series
         for one in taking:
             self.facts.setdefault(one.name, getattr(one, "facts", {}))
@@ -392,6 +429,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", nargs="+", choices=WORK, default=list(DEFAULT_WORK))
     parser.add_argument("--shape", nargs="+", choices=list(SIZES), default=list(SIZES), help="models of --work sizes")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="their weights")
+    parser.add_argument("--measure", nargs="+", choices=list(MEASURES), default=["decode", "prefill"], help="with them")
     parser.add_argument("--peers", nargs="*", choices=list(process.MODULES), default=list(process.MODULES))
     parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="holds one folder for each peer")
     parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 5, quick 1)")

@@ -112,20 +112,23 @@ def of_model(config: Mapping[str, Any], rows: int, chunk: int, steps: int) -> di
 @contextmanager
 def _noted(runner: Any, eager: list[str]) -> Iterator[None]:
     """Collects what of steps is computed without a graph."""
-    plain = {name: getattr(runner, name) for name in ("_forward", "_logits")}
+    parts = ((runner.kind, "run"), (runner, "_logits"))
+    plain = [getattr(owner, name) for owner, name in parts]
 
-    def noting(name: str) -> Callable[..., Any]:
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*given: Any) -> Any:
             eager.append(name)
-            return plain[name](*given)
+            return function(*given)
 
         return compute
 
-    vars(runner).update({name: noting(name) for name in plain})
+    for (owner, name), function in zip(parts, plain, strict=True):
+        setattr(owner, name, noting(name, function))
     try:
         yield
     finally:
-        vars(runner).update(plain)
+        for (owner, name), function in zip(parts, plain, strict=True):
+            setattr(owner, name, function)
 
 
 def _once(function: Callable[[], None]) -> Callable[[], None]:

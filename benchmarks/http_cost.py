@@ -4,7 +4,7 @@ The same token-id prompts with the same answer lengths go three ways, so many at
 
     engine    `Engine.step_deltas` in this process: no text, no other process
     process   the engine in its own process, through the client that the server uses
-    http      `octavo serve`, streamed, loaded by what `octavo bench serve` is made of
+    http      `octavo serve`, streamed, loaded by `load/`
 
 The throughput ratio is taken round by round. CPU time per output token is given for each process, too: it holds on
 a busy machine, where a ratio of throughputs does not. The time to the first token is measured on one request at
@@ -31,15 +31,14 @@ from typing import Any
 
 import torch
 import uvloop
+from load import closed
+from load.client import Client, Target
+from load.record import Record
 from offline import ROOT, SHAPE, machine, make_checkpoint
 from serving import served
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cli.bench.client import Client, Target
-from cli.bench.load import Load
-from cli.bench.record import Record
-from cli.bench.workload import Job
 from engine import EngineConfig, SamplingParams, TokenInput
 from engine.engine import Engine
 from engine.process.client import EngineClient, start_engine
@@ -226,7 +225,7 @@ class HttpService:
     def first_token(self, shot: Shot) -> float:
         """Seconds until the first token of one request."""
         (record,) = self._runner.run(send(self._client, [shot], 1))
-        return (record.first or 0.0) - record.scheduled
+        return (record.first or 0.0) - record.sent
 
     def close(self) -> None:
         """Close the connections."""
@@ -240,24 +239,12 @@ async def send(client: Client, shots: list[Shot], concurrency: int) -> list[Reco
     Raises:
         RuntimeError: one of them failed.
     """
-    load = Load(client, "/v1/completions", timeout=600)
-    await load.closed((_job(index, shot) for index, shot in enumerate(shots)), concurrency)
-    for record in load.records:
+    jobs = [closed.streamed(index, shot.prompt, shot.output_len) for index, shot in enumerate(shots)]
+    records = await closed.send(client, "/v1/completions", jobs, concurrency)
+    for record in records:
         if record.failure is not None:
             raise RuntimeError(f"a request failed: {record.failure}")
-    return load.records
-
-
-def _job(index: int, shot: Shot) -> Job:
-    body = {
-        "prompt": shot.prompt,
-        "max_tokens": shot.output_len,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return Job(index, None, len(shot.prompt), shot.output_len, json.dumps(body).encode())
+    return records
 
 
 def _first(shots: Iterator[Shot], count: int) -> list[Shot]:

@@ -20,10 +20,10 @@ from typing import Any
 
 import uvloop
 from http_cost import TRAINED, children, cpu_seconds, make_shots, send
+from load.client import Client, Target
 from offline import ROOT, machine
 from serving import served
 
-from cli.bench.client import Client, Target
 from server.config.settings import DEMO_MODEL
 
 SHAPES = {"tokens": (64, 32, 128), "requests": (512, 32, 1)}  # requests, tokens of a prompt, tokens of an answer

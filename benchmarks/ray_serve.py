@@ -30,11 +30,10 @@ from typing import Any
 import httpx
 import uvloop
 from http_cost import children, cpu_seconds, make_shots, send
+from load.client import Client, Target
 from offline import ROOT, machine
 from peers.checkpoints import SHAPES, make_llama
 from serving import served
-
-from cli.bench.client import Client, Target
 
 ENGINE = b"engine.process.main"
 # Conversations at a time, systems among them, turns, and tokens of a system, of what a turn adds, and of an answer.

@@ -29,12 +29,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from load.client import Target, TransportError  # noqa: E402
 from soaking.report import report  # noqa: E402
 from soaking.running import Found, Plan, Soak  # noqa: E402
 from soaking.service import Service, ServiceError  # noqa: E402
 from soaking.shapes import Shapes, from_folder, synthetic  # noqa: E402
 
-from cli.bench.client import Target, TransportError  # noqa: E402
 from cli.errors import BenchError  # noqa: E402
 
 _STALL = 4.0  # seconds, of the service

@@ -31,6 +31,7 @@ from engine.execution import runner as running  # noqa: E402
 from engine.execution.kv_cache import KVCache  # noqa: E402
 from engine.interface.request import Decoding, Request  # noqa: E402
 from engine.model import spec  # noqa: E402
+from engine.model.inputs import Inputs  # noqa: E402
 from engine.model.kernels import LIBRARY, RowForm  # noqa: E402
 from engine.process.messages import News, decode_news, encode  # noqa: E402
 from engine.scheduling.block_pool import BlockPool  # noqa: E402
@@ -73,18 +74,18 @@ class Stand(torch.nn.Module):
         self.encoder = object() if encoder else None
         self.decoder = object()
         self.device, self.unplaced = torch.device("cpu"), None
-        self.spec, self.head, self.twin = SimpleNamespace(head=spec.Lm(tied=True)), None, None
+        self.spec, self.head, self.twin = SimpleNamespace(head=spec.Lm(tied=True), signal=None), None, None
         self.hidden = torch.zeros(8192, 8)
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0
 
-    def forward(self, token_ids: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+    def forward(self, inputs: Inputs) -> torch.Tensor:
         began = time.thread_time()
         self.weights.sum()
         self.seconds = time.thread_time() - began
-        return self.hidden[: len(token_ids)]
+        return self.hidden[: len(inputs.token_ids)]
 
-    def encode(self, *arguments: Any) -> None:
+    def encode(self, inputs: Inputs) -> None:
         """Nothing is stored."""
 
     def logits(self, hidden: torch.Tensor, form: RowForm = LIBRARY) -> torch.Tensor:

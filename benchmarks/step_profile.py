@@ -1,11 +1,12 @@
 """Where the microseconds of a decode step go on a CPU, against what they could be.
 
-A random LLaMA shape of 135M parameters decodes greedily, so many rows at once. Each operation of the layers is timed
-inside the one call that computes them; the parts around it by the clock. The bound of a product is the time that
-reading its weights takes at the bandwidth with which torch adds up numbers that lie in large pages, measured right
-before and after: on a machine that others share it changes within seconds.
+A random LLaMA shape of 135M parameters, or a model of your own, decodes greedily, so many rows at once. Each operation
+of the layers is timed inside the one call that computes them; the parts around it by the clock. The bound of a product
+is the time that reading its weights takes at the bandwidth with which torch adds up numbers that lie in large pages,
+measured right before and after: on a machine that others share it changes within seconds.
 
     python benchmarks/step_profile.py --rows 1 32 --quantization none int8 int4 --output
+    python benchmarks/step_profile.py --rows 1 --model build/sizes/1.5B/q4_k_m.gguf --quantization stored
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def watch(owner: Any, name: str, times: list[float]) -> None:
     setattr(owner, name, call)
 
 
-def profile(folder: Path, dtype: str, quantization: str | None, rows: int) -> dict[str, Any]:
+def profile(path: Path, dtype: str, quantization: str | None, rows: int) -> dict[str, Any]:
     """Microseconds of a step by part, and of its layers by operation."""
     engine = Engine(
         EngineConfig(
-            model=str(folder),
+            model=str(path),
             dtype=dtype,
             quantization=quantization,
             enable_prefix_caching=False,
+            skip_tokenizer_init=True,
             show_progress=False,
             max_model_len=1024,
             max_step_time=0.0,
@@ -161,17 +163,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), nargs="+", default=["none", "int8", "int4"])
+    kinds = ("none", "int8", "int4", "stored")
+    parser.add_argument("--quantization", choices=kinds, nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--model", type=Path, help="folder or GGUF file, instead of the random shape")
     parser.add_argument("--output", action="store_true", help="keep the result in benchmarks/results/")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), torch.bfloat16)
+        path = arguments.model or Path(folder)
+        if arguments.model is None:
+            make_checkpoint(path, torch.bfloat16)
         for quantization in arguments.quantization:
             for rows in arguments.rows:
                 kind = None if quantization == "none" else quantization
                 before = bandwidth()
-                result = profile(Path(folder), arguments.dtype, kind, rows)
+                result = profile(path, arguments.dtype, kind, rows)
                 results.append(result | {"bandwidth_bytes_per_second": [before, bandwidth()]})
                 show(results[-1])
     if arguments.output:

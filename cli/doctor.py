@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import healthcheck
+from cli.terminal.paragraphs import filled
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
 from engine.host import gpus
@@ -90,9 +91,10 @@ def report(findings: list[Finding], *, json: bool = False) -> str:
     lines = []
     for finding in findings:
         verdict = styled(f"{finding.verdict:<4}", _STYLES[finding.verdict])
-        lines.append(f"{verdict}  {finding.check:<{width}}  {finding.found}")
+        column = " " * (width + 8)
+        lines.append(f"{verdict}  {finding.check:<{width}}  {filled(column + finding.found, sys.stdout).lstrip()}")
         if finding.fix:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+            lines.append(f"{column}-> {filled(f'{column}   {finding.fix}', sys.stdout).lstrip()}")
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}
     problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return "\n".join([*lines, problems or "No problems found."])
@@ -125,7 +127,7 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
 
 
 def check_kernels(facts: TorchFacts) -> Finding:
-    """What a CPU computes faster than torch does is there, or will be compiled at the first start."""
+    """Check that a CPU's own kernels exist, or will be compiled at the first start."""
     if facts.kernels:
         return Finding("kernels", "ok", facts.kernels)
     fix = "Install a C++ compiler (g++): the first start then builds kernels that make a CPU faster."
@@ -179,7 +181,9 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     try:
         facts = inspect_model(config)
     except NotDownloadedError as problem:
-        fix = f"octavo serve downloads it. To download it now: hf download {config.model}"
+        fix = "octavo serve downloads it."
+        if ":" not in config.model:  # a file of a repository, which hf does not know by that name
+            fix += f" To download it now: hf download {config.model}"
         yield Finding("model", "warn", *_split(problem, fix))
         return
     except OctavoError as problem:
@@ -209,13 +213,14 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
 
 def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
-    weights = f"weights {_size(facts.weights)} ({facts.quantization or facts.dtype})"
+    form = "packed" if facts.quantization == "stored" else facts.quantization or facts.dtype
+    weights = f"weights {_size(facts.weights)} ({form})"
     found = f"{weights}, no KV cache"
     fix = "Use a 16-bit --dtype or a smaller model, or free memory."
     if facts.num_blocks:
         found = (
-            f"{weights} + {facts.num_blocks} pages {_size(facts.pages)} ({facts.kv_cache_dtype}) = "
-            f"{facts.num_blocks * facts.block_size} tokens"
+            f"{weights}, KV cache {_size(facts.pages)} for {facts.num_blocks * facts.block_size} tokens "
+            f"({facts.kv_cache_dtype})"
         )
         fix = (
             "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "
@@ -235,7 +240,8 @@ def check_memory(facts: ModelFacts) -> Finding:
 
 
 def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
-    """What of long prompts torch's flash attention would compute, asked for or not: it is tried on the GPU."""
+    """Try on the GPU which parts of long prompts torch's flash attention would compute, whether it is asked for or
+    not."""
     from engine import inspect_flash
 
     check = "flash prefill"
@@ -288,7 +294,7 @@ def _size(count: int) -> str:
 
 
 def _split(message: object, fix: str = "") -> tuple[str, str]:
-    """What is wrong, and the advice that follows it; `fix` if none does."""
+    """Split a message into the problem and the advice that follows it; `fix` is the advice if none does."""
     found, _, advice = str(message).partition(". ")
     return found.rstrip("."), advice or fix
 
@@ -349,7 +355,8 @@ def check_listening(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Finding:
-    """Why the address cannot be bound. A service of Octavo's is no fault: one may look beside it, before a restart."""
+    """The reason why the address cannot be bound. A service of Octavo is no fault: a user may check beside it before
+    a restart."""
     served = _octavo_there(settings)
     if served is not None:
         another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"

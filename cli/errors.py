@@ -1,4 +1,4 @@
-"""What ends a command that measures, or talks with a model: each error is shown as one sentence; servers' errors."""
+"""Errors that end a command that measures or talks with a model, each shown as one sentence; errors of servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OptionError(BenchError):
 
 
 class TalkError(Exception):
-    """What went wrong, and what to do about it.
+    """An error with its cause and its remedy.
 
     Attributes:
         code: the server's code for it, "" where there is none.

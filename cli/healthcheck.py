@@ -24,7 +24,7 @@ TIMEOUT = 4.0  # seconds; below the timeout of the container's HEALTHCHECK, so t
 
 @dataclass(frozen=True)
 class Address:
-    """Where to ask.
+    """The address to ask.
 
     Attributes:
         host: to connect to; a service that listens on all addresses is asked on loopback.
@@ -39,7 +39,7 @@ class Address:
 
 
 def flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Those of SETTINGS that are among `arguments`, as `--flag value` or `--flag=value`; the last one counts."""
+    """The SETTINGS among `arguments`, as `--flag value` or `--flag=value`; the last one counts."""
     found: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -67,7 +67,7 @@ def serving_arguments(proc: Path = Path("/proc")) -> list[str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of SETTINGS that OCTAVO_* variables set; an empty one counts as not set."""
+    """The SETTINGS that OCTAVO_* variables set; an empty one counts as not set."""
     found = {name: environ.get(f"OCTAVO_{name.upper()}", "") for name in SETTINGS}
     if "://" in found["port"]:
         found["port"] = ""  # Kubernetes' word about a Service called octavo; the service ignores it, too
@@ -75,7 +75,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def file_settings(path: str) -> dict[str, str]:
-    """Those of SETTINGS that are in a YAML file.
+    """The SETTINGS that a YAML file sets.
 
     Raises:
         OSError, ValueError: it cannot be read, or is not YAML.
@@ -154,7 +154,7 @@ def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout:
 
 
 def problem(address: Address, timeout: float = TIMEOUT) -> str:
-    """Why the service is not ready, in one line; empty if it is.
+    """The reason why the service is not ready, in one line; empty if it is.
 
     Raises:
         OSError, HTTPException: as from `ask`.

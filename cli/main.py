@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from cli import version
 from cli.commands import COMMANDS, SYNONYMS
-from cli.terminal.style import styled, take_plain_flag
+from cli.terminal.style import say, take_plain_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if argv is not None:
             raise
-        print(f"{styled(f'octavo {command}', 'bold red', sys.stderr)}: stopped.", file=sys.stderr)
+        say(f"octavo {command}", "stopped.")
         return 128 + signal.SIGINT
 
 
 def _own_the_process(command: str, arguments: list[str]) -> None:
-    """What only a process that is ours may change."""
+    """Change signals and streams, which only a process of our own may do."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # something else stands there
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -80,8 +80,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _refuse(arguments: list[str]) -> NoReturn:
-    what = styled("octavo", "bold red", sys.stderr)
-    print(f"{what}: {_no_command(arguments)} (see octavo --help)", file=sys.stderr)
+    say("octavo", f"{_no_command(arguments)} (see octavo --help)")
     raise SystemExit(2)
 
 

@@ -1,4 +1,4 @@
-"""From a command line to settings: flags before variables before the file before defaults, and which it was."""
+"""Settings from a command line, with their sources. Precedence: flag, variable, file, default."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic_settings import CliApp, CliSettingsSource
 
 from cli.commands import COMMANDS
+from cli.terminal.paragraphs import filled
 from cli.terminal.parser import OneLineParser
 from engine import ConfigError, EngineConfig
 from server.config.groups import GROUPS, OTHER, group_of
@@ -153,9 +154,15 @@ def _help(name: str) -> str:
     elif default in (None, (), ""):
         text = ""
     else:
-        text = f" [{str(default).lower() if isinstance(default, bool) else default}]"
-    about = re.sub(_LONG_NAME, lambda match: flag(match[0]), description(name))
+        text = f" [{_shown(default)}]"
+    about = re.sub(_LONG_NAME, lambda match: flag(match[0]), description(name).removesuffix("."))
     return f"{about}{text} ({variable(name)})"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(int(default)) if isinstance(default, float) and default.is_integer() else str(default)
 
 
 def _metavar(name: str) -> str:
@@ -191,6 +198,6 @@ def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
 
 
 def print_notes(loaded: Loaded) -> None:
-    """What the variables say that sets nothing, on stderr."""
+    """Print the notes on variables that set nothing, on stderr."""
     for note in loaded.notes:
-        print(f"octavo: {note}", file=sys.stderr)
+        print(filled(f"octavo: {note}", sys.stderr), file=sys.stderr)

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     )
     from engine.interface.llm import LLM
     from engine.interface.llm_beams import BeamSearchParams
-    from engine.model.folders import find_here
+    from engine.model.folders import find_here, lacks_chat_template
     from engine.model.quantised_writing import quantise_checkpoint
     from engine.text.chat_templates import read_template
 
@@ -173,6 +173,7 @@ __all__ = [
     "inspect_socket_folder",
     "inspect_threads",
     "inspect_torch",
+    "lacks_chat_template",
     "parse_bytes",
     "quantise_checkpoint",
     "read_template",
@@ -192,6 +193,7 @@ _LAZY = {
     "ModelFacts": ".inspection",
     "TorchFacts": ".inspection",
     "find_here": ".model.folders",
+    "lacks_chat_template": ".model.folders",
     "inspect_device": ".inspection",
     "inspect_flash": ".inspection",
     "inspect_gpu": ".inspection",
@@ -206,7 +208,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """What brings torch, when first asked for: a client of an engine elsewhere needs none."""
+    """Import the parts that bring torch when they are first used: a client of an engine elsewhere needs none."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

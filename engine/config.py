@@ -55,6 +55,9 @@ class EngineConfig:
             as they are. none expands them to dtype (default: stored on a CPU, none on a GPU).
         quantization_cache: folder that keeps quantized weights for the next start, or off (default: octavo/quantization
             in the user's cache).
+        share_weights: on a CPU, keep the weights of any model in quantization_cache, as the kernels read them, and map
+            them from there. Engines of one model then share one copy in memory, and start faster. The folder grows by
+            the size of the model.
         device: cpu, cuda, cuda:N or auto.
         threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
             container).
@@ -90,7 +93,7 @@ class EngineConfig:
         catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
             an object with text or ids. For several lists, repeat the flag or separate them by commas.
         seed: seed for requests without a seed of their own (default: random).
-        show_progress: show a progress bar while weights load.
+        show_progress: show a progress bar while weights load (default: if stderr is a terminal).
     """
 
     model: str
@@ -101,6 +104,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "int8", "int8-fast", "int4", "stored"] | None = None
     quantization_cache: str | None = None
+    share_weights: bool = False
     device: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
@@ -123,7 +127,7 @@ class EngineConfig:
     max_num_beams: int | None = None
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
-    show_progress: bool = True
+    show_progress: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -153,6 +157,8 @@ class EngineConfig:
             raise ConfigError(f"quantization must be none, int8, int8-fast, int4 or stored, got {self.quantization!r}.")
         if self.quantization_cache == "":
             raise ConfigError('quantization_cache must be a folder or off, got "".')
+        if self.share_weights and self.quantization_cache == "off":
+            raise ConfigError("share_weights keeps weights in quantization_cache, but that is off. Name a folder.")
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8", "fp8"):
             raise ConfigError(
                 f"kv_cache_dtype must be auto, float32, bfloat16, float16, int8 or fp8, got {self.kv_cache_dtype!r}."

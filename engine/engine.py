@@ -100,9 +100,7 @@ class Engine:
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
-        limits = SchedulerConfig.of(
-            config, window=facts.window, unchunked=encoder_only, rotary_shifts=facts.rotary_shifts
-        )
+        limits = SchedulerConfig.of(config, facts.needs)
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
@@ -166,7 +164,7 @@ class Engine:
 
     @property
     def runner(self) -> ModelRunner:
-        """What computes, where that is in this process."""
+        """The runner, if it is in this process."""
         assert isinstance(self.executor, LocalExecutor)
         return self.executor.runner
 
@@ -242,7 +240,12 @@ class Engine:
         if params.timestamps:
             decoding = timed(decoding, self.info.speech, self.info.vocab_size)
         request = Request(
-            prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, signal=read.signal, **terms
+            prompt_token_ids=prompt,
+            decoding=decoding,
+            encoder_token_ids=encoder_input,
+            sides=read.sides,
+            signal=read.signal,
+            **terms,
         )
         self.scheduler.add(request)
         self._tell_crossing(request)
@@ -272,7 +275,7 @@ class Engine:
 
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
-        limit = self.scheduler.config.crossed_limit(request)
+        limit = self.scheduler.config.needs.crossed_limit(request)
         if limit is None:
             return
         logger.log(
@@ -298,8 +301,7 @@ class Engine:
         request = Request(
             prompt_token_ids=prompt,
             encoder_token_ids=encoder_input,
-            token_type_ids=read.token_type_ids,
-            boxes=read.boxes,
+            sides=read.sides,
             signal=read.signal,
             decoding=Decoding(max_tokens=1, temperature=0.0),
             pooling=resolve_pooling(params, self.info, prompt_len=len(read.token_ids)),
@@ -371,7 +373,7 @@ class Engine:
         return stats
 
     def cache_map(self) -> CacheMap:
-        """What the pages hold at this moment, and for which requests."""
+        """The contents of the pages at this moment, and the requests that use them."""
         return draw_map(self.scheduler.pool, self.scheduler.groups())
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""What a start would find, without starting: torch, the device, the checkpoint and the memory it takes."""
+"""An inspection of what a start would find, without starting: torch, the device, the checkpoint and its memory."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from engine.model.weight_files import MAPPED, Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 242 << 20
@@ -75,8 +76,8 @@ class ModelFacts:
         architecture: the name in its config.json.
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
-        weights: size of the parameters in that dtype, or as few bits as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no weights of few bits.
+        weights: size of the parameters in that dtype, or quantised as the settings say.
+        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
         resident: what the engine's process takes on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
@@ -90,7 +91,7 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, or of a checkpoint with weights of few bits, how many bytes are in each format, the most
+        stored: of a GGUF file, or of a checkpoint with quantised weights, how many bytes are in each format, the most
             first (`Checkpoint.stored_bytes`).
         hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
@@ -123,7 +124,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """Where quantised weights are kept.
+    """The folder that keeps quantised weights.
 
     Attributes:
         folder: None where they are not.
@@ -138,7 +139,7 @@ class CacheFacts:
 
 
 def inspect_torch() -> TorchFacts:
-    """What torch says of itself."""
+    """The facts about the installed torch."""
     available = torch.cuda.is_available()
     kernels, no_kernels = native.prospect()
     return TorchFacts(
@@ -152,7 +153,7 @@ def inspect_torch() -> TorchFacts:
 
 
 def inspect_threads(config: EngineConfig) -> Threads:
-    """How many threads would compute on the CPU, and why."""
+    """The number of threads that would compute on the CPU, and the reason."""
     return choose_threads(config.threads, given_environment())
 
 
@@ -193,8 +194,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, path, device, scheme)
-    if device.type != "cpu":  # of a CPU its pages say it
-        check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
+    check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
@@ -217,7 +217,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         resident = held + PROCESS
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
-    limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
+    limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         shapes = model.kv_shapes()
         num_blocks = count_blocks(
@@ -271,8 +271,8 @@ def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
 
 
 def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
-    """What torch's flash attention can compute of a model's long prompts (`flash_prefill`, set or not), by trying it on
-    the GPU; that compiles a kernel, if none has before, and takes some megabytes.
+    """The long prompts that torch's flash attention can compute of a model (`flash_prefill`, set or not), found by a
+    trial on the GPU. The trial compiles a kernel, if none has before, and takes some megabytes.
 
     Args:
         path: the model's folder, as `inspect_model` has found it.
@@ -314,7 +314,7 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
 
 
 def inspect_socket_folder() -> Path:
-    """Where the folder of the engine's socket can be made.
+    """The place where the folder of the engine's socket can be made.
 
     Raises:
         ConfigError: nowhere.

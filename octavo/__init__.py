@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.dependencies import explain
+
 if TYPE_CHECKING:
     from engine import *  # noqa: F403
 
@@ -20,9 +22,15 @@ if not (Path(__file__).parent / "engine").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    """What the engine offers, when first asked for: the command line needs none of it."""
+    """Import the engine when one of its names is first used: the command line needs none of it."""
     if not name.startswith("_"):
-        engine = import_module(f"{__name__}.engine")
-        if name in engine.__all__:
-            return getattr(engine, name)
+        try:
+            engine = import_module(f"{__name__}.engine")
+            if name in engine.__all__:
+                return getattr(engine, name)
+        except ModuleNotFoundError as error:
+            problem = explain(error)
+            if problem is None:
+                raise
+            raise ImportError(problem) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

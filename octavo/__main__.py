@@ -6,6 +6,8 @@ import os
 import sys
 from importlib import import_module
 
+from octavo.dependencies import explain
+
 
 def main() -> int:
     """Entry point; returns the exit status of `cli.main.main`, or 1 if that cannot be reached."""
@@ -16,7 +18,14 @@ def main() -> int:
             return 1
     # numpy's pool would have a thread for each CPU, and nothing to multiply.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    status: int = import_module("octavo.cli.main").main()
+    try:
+        status: int = import_module("octavo.cli.main").main()
+    except ModuleNotFoundError as error:
+        problem = explain(error)
+        if problem is None:
+            raise
+        print(f"octavo: {problem}", file=sys.stderr)
+        return 1
     return status
 
 

@@ -22,7 +22,7 @@ def find_beside() -> None:
 
 
 def shadowed() -> str | None:
-    """Why one of the packages is not this project's, or None if all are: their names are common ones."""
+    """The reason why one of the packages is not this project's, or None if all are: their names are common ones."""
     return next(filter(None, map(_shadow, PACKAGES)), None)
 
 
@@ -68,6 +68,6 @@ class _Same(Loader):
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType:
-        """What `python -m` runs."""
+        """The code that `python -m` runs."""
         code: CodeType = self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
         return code

@@ -1,4 +1,4 @@
-"""How much may be in the service at once: a slot is reserved before any work is done for a request."""
+"""Admission to the service: a slot is reserved before any work is done for a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def estimate_tokens(text: str) -> int:
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has in the service: prompts, those of them that wait for their first token, and their tokens."""
+    """A tenant's work in the service: its prompts, the prompts that wait for their first token, and their tokens."""
 
     prompts: int = 0
     waiting: int = 0
@@ -379,7 +379,7 @@ class Ticket:
             self._tokens[index] = 0
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer; more than still wait count as all of them."""
+        """Note that so many of a prompt's tokens wait no longer; a number beyond those that wait means all of them."""
         if not self._released:
             tokens = min(tokens, self._tokens[index])
             self._admission.change(self._tenant, tokens=-tokens)

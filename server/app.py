@@ -250,7 +250,7 @@ def create_app(
 
 
 def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:
-    """What reads the answers of a model with this tokenizer.
+    """The object that reads the answers of a model with this tokenizer.
 
     Raises:
         ConfigError: the settings name a format that there is not.
@@ -284,8 +284,8 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
 
 
 def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Check]:
-    """What says that nothing to a path would be admitted, by path. With a store, a response may wait in the background,
-    which only its body says."""
+    """The checks, by path, that say when no request to a path would be admitted. With a store, a response may wait in
+    the background; only its body says so."""
     checks: dict[str, Check] = {}
     for module, gate in (
         (completions, commons.generating),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a server is to carry.
+    """The parts that a server carries.
 
     Attributes:
         app: its lifespan closes the client at the end.
@@ -68,7 +69,8 @@ def assemble(
 
     def known() -> Known:
         workers.start()
-        import_app()
+        # Beside the worker that reads the config: the engine waits for that, and not for the app.
+        threading.Thread(target=import_app, name="octavo-app", daemon=True).start()
         return ask_known(config, workers)
 
     client = load(config, settings, log_format, known, lambda: early.append(read_early(config, settings)))

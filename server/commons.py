@@ -1,6 +1,5 @@
-"""What the processes that answer HTTP have in common: one, which keeps it all itself, or several beside one engine,
-which ask another (`server.processes`).
-"""
+"""The common state of the processes that answer HTTP: kept here if there is one process, or by another process
+(`server.processes`) if there are several beside one engine."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ QUEUED_CACHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commons:
-    """What is counted over all processes.
+    """The counts over all processes.
 
     Attributes:
         metrics: where this process counts.
@@ -66,7 +65,7 @@ class Admissions:
 
     @classmethod
     def of(cls, client: EngineClient, settings: ServerSettings, rejected: Callable[[str], None]) -> Admissions:
-        """Those of a service."""
+        """The commons of a service."""
         generating = _admission(
             client.info,
             settings,
@@ -79,7 +78,7 @@ class Admissions:
 
 
 def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, version: str) -> Commons:
-    """Those of a process that is alone.
+    """The commons of a process that is alone.
 
     Raises:
         ConfigError: Redis cannot be used.

@@ -1,4 +1,4 @@
-"""What every route needs, made once per app."""
+"""The objects that every route needs, made once per app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start says about the model that it serves: its name, its sizes, its endpoints."""
+"""The log lines at the start about the served model: its name, its sizes, its endpoints."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def _log_decoder(info: EngineInfo, model_id: str) -> None:
     lengths = [longest] + [1024] * (longest > 1024)
     fit = ", or ".join(f"{max(tokens / length, least):.1f} requests of {length} tokens" for length in lengths)
     logger.info(
-        "KV cache: %d pages of %d tokens (%d tokens in %s). Room for %s at a time; a step runs at most %d "
-        "requests.",
-        info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, fit, info.max_num_seqs,
+        "KV cache: %d tokens in %s (%d pages of %d tokens). It holds %s. At most %d requests run at the same time.",
+        tokens, info.kv_cache_dtype, info.num_blocks, info.block_size, fit, info.max_num_seqs,
     )  # fmt: skip

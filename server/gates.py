@@ -1,4 +1,4 @@
-"""What admits requests, wherever the counts are kept: in this process, or in one that several share."""
+"""The interface of admission, wherever the counts are kept: in this process, or in one that several share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place(Protocol):
         """A prompt's first token has come."""
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer."""
+        """Note that so many of a prompt's tokens wait no longer."""
 
     def finished(self, index: int) -> None:
         """A prompt's answers are complete."""

@@ -1,4 +1,4 @@
-"""What every service does in its life, however many processes it has: load, announce itself, end."""
+"""The stages of every service, however many processes it has: load, announce itself, end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("octavo.server")
 
 
 def announcement(settings: ServerSettings, listener: Listener, model_id: str) -> str:
-    """Where the service is, once it listens."""
+    """The address of the service, once it listens."""
     page = f"playground: {listener.url}/, " if settings.enable_playground else ""
     hints = "" if settings.uds else f" ({page}API docs: {listener.url}/docs)"
     return f"Serving {model_id} on {listener.url}{hints}"

@@ -111,8 +111,8 @@ class LiveFeed:
 
 
 def label(request_id: str) -> str:
-    """What a frame calls a request: the last 20 bits of its id's CRC-32. The id gives the label, and the
-    label does not give the id, which is random."""
+    """The label of a request in frames: the last 20 bits of its id's CRC-32. The id gives the label, and the label
+    does not give the id, which is random."""
     return f"{zlib.crc32(request_id.encode()) & 0xFFFFF:05x}"
 
 

@@ -1,4 +1,4 @@
-"""How long something takes, and how fast something happens while there is a reason for it to happen."""
+"""Averages of durations, and of the rate of events while there is a reason for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pace:
             self._passed, self._since = self._watch(), None
 
     def count(self, events: int = 1) -> None:
-        """So many events have happened."""
+        """Note so many events."""
         self._marks.extend([self._watch()] * min(events, self._memory))
 
     @property

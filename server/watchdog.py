@@ -1,5 +1,5 @@
-"""What no longer moves is ended, so that it is started again: an engine that has work and does none of it, such as one
-whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
+"""Watches that end what no longer moves, so that it is started again: an engine that has work and does none of it, such
+as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
 
 `server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. What
 that signal does here needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
@@ -35,7 +35,7 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # to start Python; k
 
 
 class LoopWatchdog:
-    """From `start` to `stop`, the event loop must come by, or the process ends.
+    """A watch over the event loop: from `start` to `stop` it must come by, or the process ends.
 
     Args:
         timeout: seconds that it may stand still; 0: for ever.

@@ -63,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     tests start, even where a shell has started the tests in the background."""
     from hypothesis import HealthCheck, settings
 
+    from engine.configs.listing import list_models_once
+
+    list_models_once()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

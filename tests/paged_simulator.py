@@ -24,6 +24,7 @@ from engine.interface.sampling_table import TABLE, Kind
 from engine.scheduling.batch import build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
 from engine.scheduling.row import Row
@@ -247,7 +248,7 @@ class Simulator:
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             enable_prefix_caching=caching,
-            window=window,
+            needs=SequenceNeeds(window=window),
         )
         self.pool = BlockPool(num_pages)
         self.scheduler = Scheduler(self.config, self.pool, drafter=Oracle(self) if drafts else None)

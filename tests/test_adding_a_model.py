@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import test_golden_families as golden
@@ -18,54 +15,31 @@ import torch
 import transformers
 from support.decoder_classes import logits, make_classifier
 from support.driving import finish, make_engine
-from support.family_shape import FamilyShape, make_family_checkpoint
+from support.family_shape import make_family_checkpoint
+from support.family_shapes import stablelm
 from support.pages import close
 
 from engine import PoolingParams
-from engine.model import families, positions, spec, table
+from engine.model import positions, spec, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"All of `([^`]+)`:\n\n```python\n(.*?)```\n", DOCUMENT, re.DOTALL))
-FAMILY_FILE, SHAPES_FILE = "engine/model/families/stablelm.py", "tests/support/family_shapes/stablelm.py"
+ROWS_FILE, SHAPES_FILE = "engine/model/families/decoders.py", "tests/support/family_shapes/stablelm.py"
+ROWS = dict(re.findall(r"The row in `([^`]+)`:\n\n```python\n(.*?)```\n", DOCUMENT, re.DOTALL))
+SHAPES = stablelm.SHAPES
 
 
-def read_shapes() -> dict[str, FamilyShape]:
-    content: dict[str, Any] = {}
-    exec(compile(FILES[SHAPES_FILE], SHAPES_FILE, "exec"), content)
-    shapes: dict[str, FamilyShape] = content["SHAPES"]
-    return shapes
-
-
-SHAPES = read_shapes()
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The document's family, found as any other is, for the time of these tests."""
-    name = Path(FAMILY_FILE).stem
-    if (ROOT / FAMILY_FILE).exists():  # the document was followed
-        assert (ROOT / FAMILY_FILE).read_text(encoding="utf-8") == FILES[FAMILY_FILE]
-        yield importlib.import_module(f"{families.__name__}.{name}")
-        return
-    folder = tmp_path_factory.mktemp("families")
-    (folder / f"{name}.py").write_text(FILES[FAMILY_FILE], encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "__path__", [*families.__path__, str(folder)])
-        importlib.invalidate_caches()
-        found = families._discover()
-        patch.setattr(families, "FAMILIES", found)
-        patch.setattr(families, "_BY_ARCHITECTURE", {name: f for f in found for name in f.architectures})
-        yield importlib.import_module(f"{families.__name__}.{name}")
-    del sys.modules[f"{families.__name__}.{name}"]
-    delattr(families, name)
+def test_the_row_and_the_file_are_those_in_the_tree() -> None:
+    assert set(ROWS) == {ROWS_FILE}
+    assert set(FILES) == {SHAPES_FILE}
+    assert ROWS[ROWS_FILE] in (ROOT / ROWS_FILE).read_text(encoding="utf-8")
+    assert FILES[SHAPES_FILE] == (ROOT / SHAPES_FILE).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def subject(
-    request: pytest.FixtureRequest, family: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[golden.Subject]:
-    """The document's shapes, loaded by the document's family."""
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[golden.Subject]:
+    """The document's shapes, loaded by the document's row."""
     model = make_family_checkpoint(SHAPES[request.param], tmp_path_factory.mktemp(request.param))
     engine = make_engine(model.path, max_model_len=model.shape.max_model_len, block_size=4, max_num_seqs=32)
     yield golden.Subject(model, engine)
@@ -85,7 +59,7 @@ def test_the_family_equals_reference(subject: golden.Subject, proof: Callable[[g
     proof(subject)
 
 
-def test_the_family_has_classifiers(family: ModuleType, tmp_path: Path) -> None:
+def test_the_family_has_classifiers(tmp_path: Path) -> None:
     """As the document says, for naming the model without a head."""
     shape = next(iter(SHAPES.values()))
     model = make_classifier(shape, transformers.StableLmForSequenceClassification, tmp_path)
@@ -99,16 +73,15 @@ def test_the_family_has_classifiers(family: ModuleType, tmp_path: Path) -> None:
 
 def test_the_shapes_turn_every_switch() -> None:
     """The advice that the document gives is followed by its own example."""
-    read = set(re.findall(r"config\.(\w+)", FILES[FAMILY_FILE]))
+    read = set(re.findall(r"\bc\.(\w+)", ROWS[ROWS_FILE]))
     switches = {name for name in read if isinstance(getattr(transformers.StableLmConfig(), name), bool)}
-    assert switches == {"use_parallel_residual", "use_qkv_bias", "tie_word_embeddings", "qk_layernorm"}
+    assert switches == {"use_parallel_residual", "use_qkv_bias", "qk_layernorm"}
     changed = {name for shape in SHAPES.values() for name in shape.settings}
-    assert switches <= changed
+    assert switches | {"tie_word_embeddings"} <= changed
 
 
 def test_the_files_are_those_of_the_steps() -> None:
-    assert set(FILES) == {FAMILY_FILE, SHAPES_FILE}
-    assert all(f"| `{path}` |" in DOCUMENT for path in FILES)
+    assert all(f"| `{path}` |" in DOCUMENT for path in (*ROWS, *FILES))
     for name, shape in SHAPES.items():
         assert f"\n{name}: prompts={shape.prompts}\n" in DOCUMENT
 

@@ -536,7 +536,7 @@ class Part:
 
 def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (TorchReference,))
-    with caplog.at_level(logging.INFO, logger="octavo.attention"):
+    with caplog.at_level(logging.DEBUG, logger="octavo.attention"):
         backend = select("cpu", [Part(), Part(window=Window(5))])
         rows, query_lens = mixed(6, 2, 16)
         metadata = AttentionMetadata.build(query_lens, [len(row.k) for row in rows], CPU)

@@ -239,7 +239,7 @@ def test_the_tokenizer_has_every_id_and_reads_what_it_writes(size: int) -> None:
 
 @pytest.mark.parametrize("method", list(stored.CONFIGS))
 def test_a_checkpoint_of_4_bits_holds_about_the_same_weights(method: str, tmp_path: Path) -> None:
-    checkpoints.make_llama(tmp_path / "hf", checkpoints.SHAPES["tiny"])
+    checkpoints.make_decoder(tmp_path / "hf", checkpoints.SHAPES["tiny"])
     folder = engines.Files(tmp_path, {}, 1).stored(method)
     plain, found = load(tmp_path / "hf").state_dict(), load(folder).state_dict()
     assert plain.keys() == found.keys()

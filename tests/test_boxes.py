@@ -20,7 +20,7 @@ from support.pooling_api import PoolingApi
 from support.text_encoders import TextEncoder
 
 from engine import LLM, InvalidRequestError, PoolingParams, TokenInput
-from engine.model.families import llama
+from engine.model.families import describe
 from engine.model.missing import unsupported
 from engine.model.spec import Tokens
 
@@ -100,16 +100,16 @@ def test_boxes_have_tables_of_their_own(subject: Subject) -> None:
     model = subject.llm.engine.runner.model.spec
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
-    assert model.encoder.embedding.boxes == subject.llm.engine.info.boxes == 50
+    assert model.encoder.embedding.boxes == subject.llm.engine.info.sides["boxes"] == 50
 
 
-def test_a_decoder_has_no_boxes() -> None:
-    model = llama.spec(transformers.LlamaConfig())
+def test_a_decoder_may_read_boxes() -> None:
+    model = describe(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
     assert model.decoder is not None
     assert isinstance(model.decoder.embedding, Tokens)
     decoder = replace(model.decoder, embedding=replace(model.decoder.embedding, boxes=9))
-    assert unsupported(model) == []
-    assert unsupported(replace(model, decoder=decoder)) == ["boxes of a decoder's tokens"]
+    assert unsupported(replace(model, decoder=decoder)) == []
+    assert decoder.sides == {"boxes": 9}
 
 
 # ---------------------------------------------------------------- over HTTP

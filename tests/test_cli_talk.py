@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 import pytest
+from support.fake_server import FakeServer
 from support.service import PATIENCE, ROOT, Service, environment
-from test_bench_serve import FakeServer
 from test_cli import ESCAPE, in_terminal, octavo
 
 from cli.talking.answers import Answer

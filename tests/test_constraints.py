@@ -14,7 +14,7 @@ from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 from test_isolation import faults
 
 from engine import Engine, InvalidRequestError, SamplingParams
-from engine.execution.runner import ModelRunner
+from engine.execution.model_kinds import ModelKind
 from engine.interface import generation as resolving
 from engine.interface.constraints import AllowedTokens, Constraint, allow
 from engine.interface.sampling_table import mask_words
@@ -154,9 +154,9 @@ def test_masks_are_filled_when_the_forward_pass_has_begun(
 ) -> None:
     """Here behind it, since a CPU does nothing meanwhile; with a runner in another process while that computes."""
     said: list[str] = []
-    hidden, fill = ModelRunner._hidden, Counting.fill
+    hidden, fill = ModelKind.run, Counting.fill
 
-    def computing(self: ModelRunner, plan: StepPlan, *others: Any) -> torch.Tensor:
+    def computing(self: ModelKind, plan: StepPlan, *others: Any) -> torch.Tensor:
         said.append("forward")
         return hidden(self, plan, *others)
 
@@ -165,7 +165,7 @@ def test_masks_are_filled_when_the_forward_pass_has_begun(
         said.append(f"fill beside {waiting}" if waiting else "fill")
         fill(self, mask_row)
 
-    monkeypatch.setattr(ModelRunner, "_hidden", computing)
+    monkeypatch.setattr(ModelKind, "run", computing)
     monkeypatch.setattr(Counting, "fill", filling)
     one = engines()
     said.clear()

@@ -12,7 +12,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from engine import Engine, EngineConfig, RequestOutput, SamplingParams
-from engine.execution.runner import ModelRunner
+from engine.execution.model_kinds import EncoderDecoder
 from engine.model.layers import CrossPages
 from engine.scheduling.plan import StepPlan
 
@@ -57,25 +57,25 @@ def answers(checkpoint: Path) -> dict[str, RequestOutput]:
 
 
 def test_rows_of_a_request_are_one_row_of_cross_attention(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cross, seen = ModelRunner._cross, []
+    cross, seen = EncoderDecoder.cross, []
 
-    def watch(self: ModelRunner, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
+    def watch(self: EncoderDecoder, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
         pages = cross(self, plan, query_lens)
         if pages is not None and plan.cross is not None:
             seen.append((pages.metadata.query_lens, pages.metadata.context_lens, len(pages.block_tables)))
         return pages
 
-    def apart(self: ModelRunner, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
+    def apart(self: EncoderDecoder, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
         if plan.cross is not None:
             owners = np.arange(plan.num_rows, dtype=np.int32)
             plan = replace(plan, cross=replace(plan.cross, owners=owners))
         return cross(self, plan, query_lens)
 
-    monkeypatch.setattr(ModelRunner, "_cross", watch)
+    monkeypatch.setattr(EncoderDecoder, "cross", watch)
     joined = answers(checkpoint)
     assert ([1, 1, 1], [7, 4, 7], 3) in seen  # the first step: a row each
     assert ([4, 1, 3], [7, 4, 7], 3) in seen  # requests with equal inputs stay apart
-    monkeypatch.setattr(ModelRunner, "_cross", apart)
+    monkeypatch.setattr(EncoderDecoder, "cross", apart)
     for name, output in answers(checkpoint).items():
         for one, other in zip(joined[name].outputs, output.outputs, strict=True):
             assert_same(one, other)

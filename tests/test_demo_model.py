@@ -18,7 +18,7 @@ from engine import LLM, RequestOutput, SamplingParams
 from server.config.settings import DEMOS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "examples" / "training"))
 
 from demo import corpus  # noqa: E402
 from demo.chat_task import TEMPERATURE  # noqa: E402
@@ -218,9 +218,6 @@ def test_its_card_has_the_measured_figures(training: dict[str, Any]) -> None:
     last = training["curve"][-1]
     assert f"{last['held_out']:.2f}" in card
     assert training["digest"] in card
-    for kind, shares in training["shares"].items():
-        row = next(line for line in card.splitlines() if line.startswith(f"| {kind} |"))
-        assert all(f"{share:.1%}" in row for share in shares.values())
     for heading in ("Data", "Training", "Samples", "Limits"):
         assert f"\n## {heading}\n" in card
 
@@ -228,8 +225,6 @@ def test_its_card_has_the_measured_figures(training: dict[str, Any]) -> None:
 def test_unseen_names_and_combinations_are_answered_nearly_as_well_as_known_ones(training: dict[str, Any]) -> None:
     last = training["curve"][-1]
     assert last["held_out"] < 1.25 * last["fresh"]
-    for kind, shares in training["shares"].items():
-        assert min(shares.values()) >= 0.7, kind
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from engine import LLM, SamplingParams
 from server.config.settings import DEMOS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "examples" / "training"))
 
 from demo import seq2seq_task  # noqa: E402
 
@@ -85,14 +85,15 @@ def test_beams_translate_some_of_them_exactly(llm: LLM, number: int) -> None:
     assert translate(llm, [PAIRS[number].source], BEAMS) == [PAIRS[number].best]
 
 
-def test_greedy_goes_astray_where_beams_do_not(llm: LLM, training: dict[str, Any]) -> None:
+def test_greedy_goes_astray_where_beams_do_not(llm: LLM) -> None:
     sentence = "luma li vulpa lantan trovet."
     assert translate(llm, [sentence], GREEDY)[0].startswith("After")
     assert translate(llm, [sentence], BEAMS)[0].startswith("Later")
-    shares = training["shares"]["it does not"]
-    assert shares["sentences"] > 50
-    assert shares["greedy"] < 0.1
-    assert shares["4 beams, length_penalty 0"] > shares["4 beams"] > 0.4
+    split = [pair for pair in PAIRS if pair.split]
+    greedy, beams = (translate(llm, [pair.source for pair in split], params) for params in (GREEDY, BEAMS))
+    assert len(split) > 5
+    assert sum(text == pair.best for text, pair in zip(greedy, split, strict=True)) < 0.1 * len(split)
+    assert sum(text == pair.best for text, pair in zip(beams, split, strict=True)) > 0.5 * len(split)
 
 
 def test_the_beams_are_translations_too_in_order(llm: LLM) -> None:
@@ -134,6 +135,3 @@ def test_its_card_has_the_measured_figures_and_the_lexicon(training: dict[str, A
     assert f"{training['curve'][-1]['held_out']:.2f}" in card
     assert training["digest"] in card
     assert "vulpa fox" in card
-    for kind, shares in training["shares"].items():
-        row = next(line for line in card.splitlines() if line.startswith(f"| {kind} |"))
-        assert all(f"{share:.1%}" in row for column, share in shares.items() if column != "sentences")

@@ -30,6 +30,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.convolution import neighbours
 from engine.model.disentangled import DisentangledAttention
 from engine.model.distances import column_of
+from engine.model.inputs import Inputs
 from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
@@ -240,7 +241,8 @@ def read_inputs(model: Transformer, inputs: list[list[int]]) -> list[Tensor]:
     positions = torch.cat([torch.arange(length) for length in lengths])
     metadata = AttentionMetadata.build(lengths, lengths, CPU)
     with torch.inference_mode():
-        return list(model.read(ids, positions, metadata, tokens=len(ids)).split(lengths))
+        inputs = Inputs(token_ids=ids, positions=positions, metadata=metadata, tokens=len(ids))
+        return list(model(inputs).split(lengths))
 
 
 def restore(folder: Path, change: Callable[[Tensors], Tensors], **changes: Any) -> None:

@@ -34,6 +34,7 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution.loading import find_max_model_len
 from engine.model import checkpoint, families
+from engine.model.inputs import Inputs
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets
 from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, ModelSpec, Pool, Post, Stack, Tokens
@@ -150,7 +151,10 @@ def answer(folder: Path) -> Tensor:
     model = load(folder, max_model_len=40)
     metadata = AttentionMetadata.build([len(IDS)], [len(IDS)], CPU)
     with torch.inference_mode():
-        hidden = model.read(torch.tensor(IDS), torch.arange(len(IDS)), metadata, tokens=len(IDS))
+        places = torch.arange(len(IDS))
+        hidden: Tensor = model(
+            Inputs(token_ids=torch.tensor(IDS), positions=places, metadata=metadata, tokens=len(IDS))
+        )
         return hidden if model.head is None else model.logits(hidden)
 
 

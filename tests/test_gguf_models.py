@@ -188,7 +188,8 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
 @pytest.mark.parametrize(
     ("name", "formats", "quantization"),
     [("llama-biases", ("Q8_0",), None), ("llama", ("Q4_0",), None), ("llama-biases", ("BF16",), None),
-     ("llama", ("BF16",), "int8"), ("llama-biases", ("Q8_0",), "none"), ("llama-biases", ("BF16",), "int4")],
+     ("llama", ("BF16",), "int8"), ("llama-biases", ("Q8_0",), "none"), ("llama-biases", ("BF16",), "int4"),
+     ("llama", ("Q5_0", "Q4_1", "Q8_0"), None), ("llama-biases", ("Q5_1",), None), ("llama", ("F16",), "int8-fast")],
 )  # fmt: skip
 def test_memory_is_what_was_predicted(
     name: str, formats: tuple[str, ...], quantization: Any, gguf: Any, tmp_path: Path
@@ -207,7 +208,7 @@ def test_memory_is_what_was_predicted(
         if isinstance(module, Linear) and module.packed is not None:
             assert module.packed.native is not None
             assert not module.weight.numel()
-            held += module.packed.native.data.nbytes
+            held += module.packed.native.nbytes
         if isinstance(module, TokenEmbedding) and isinstance(module.look_up, StoredRows):
             held += module.look_up.octets.nbytes
     engine.close()
@@ -229,7 +230,7 @@ def test_scales_that_no_half_holds_are_refused() -> None:
     format = find_format(12)
     assert format is not None
     octets = torch.full((1, format.size), 0x7B, dtype=torch.uint8)  # halves of 61,280 times integers of 6 bits
-    with pytest.raises(ModelLoadError, match=r"65,504, the largest half\. Use --quantization none"):
+    with pytest.raises(ModelLoadError, match=r"65,504, the largest float16\. Use --quantization none"):
         as_quantised(octets.flatten(), format, 1)
 
 
@@ -379,10 +380,10 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert sum(facts.stored.values()) < llama.stat().st_size
     with caplog.at_level("INFO", logger="octavo"):
         engine = make_engine(llama, skip_tokenizer_init=True)
-    assert "use llama.cpp's defaults, temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
+    assert "use llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
     decoding = engine.info.decoding
     assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
-    assert f"Weights of {llama}: GGUF (Q8_0" in caplog.text
+    assert f"The weights of {llama} are GGUF (Q8_0" in caplog.text
     assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
     with caplog.at_level("INFO", logger="octavo.server"):
         log_facts(engine.info, None, "tiny")
@@ -409,8 +410,8 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama)]) == 0
     shown = capsys.readouterr().out
     assert "tokenizer      none" in shown
-    assert "MiB in stored, on cpu" in shown
-    assert "tokens fit at a time" in shown
+    assert "MiB packed as stored, on cpu" in shown
+    assert "tokens fit; at most " in shown
     assert f"octavo serve {llama} --tokenizer NAME" in shown
     assert main(["models", str(llama), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -116,10 +116,10 @@ def test_a_hub_that_does_not_give_it(hub: Hub, capsys: pytest.CaptureFixture[str
     with pytest.raises(NotDownloadedError, match="not in the local cache yet"):
         find("org/tiny:Q8_0", download=False)
     hub.problem = OSError("no network")
-    with pytest.raises(ModelLoadError, match="not complete in the local cache, and the hub cannot be reached"):
+    with pytest.raises(ModelLoadError, match="nor complete in the local cache, and the hub cannot be reached"):
         find("org/tiny:Q8_0")
     hub.problem = errors.RepositoryNotFoundError("gone", response=response(404))
-    with pytest.raises(ModelLoadError, match=r"no public model org/tiny .*HF_TOKEN"):
+    with pytest.raises(ModelLoadError, match=r"neither a local folder nor a public model on the hub.*HF_TOKEN"):
         find("org/tiny:Q8_0")
     hub.cache.mkdir()
     with pytest.raises(NotDownloadedError, match=r"Q8_0 of org/tiny \(revision main\) is not in the local cache yet"):

@@ -86,17 +86,17 @@ def pooled(engine: Engine, jobs: Sequence[tuple[TokenInput, PoolingParams]]) -> 
 def watching(engine: Engine) -> Iterator[list[tuple[StepPlan, Tensor]]]:
     """Collects the plans that are executed, and the hidden states of each."""
     steps: list[tuple[StepPlan, Tensor]] = []
-    pool = engine.runner._pooler.pool
+    pool = engine.runner.kind.pooler.pool
 
     def spy(hidden: Tensor, plan: StepPlan) -> Any:
         steps.append((plan, hidden.clone()))
         return pool(hidden, plan)
 
-    engine.runner._pooler.pool = spy  # type: ignore[method-assign]
+    engine.runner.kind.pooler.pool = spy  # type: ignore[method-assign]
     try:
         yield steps
     finally:
-        engine.runner._pooler.pool = pool  # type: ignore[method-assign]
+        engine.runner.kind.pooler.pool = pool  # type: ignore[method-assign]
 
 
 def read(subject: Subject, inputs: Sequence[TokenInput]) -> list[Tensor]:

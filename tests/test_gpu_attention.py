@@ -364,7 +364,7 @@ def test_contradictions_are_refused_with_the_figures(device: torch.device) -> No
     kv = paged([row])
     with pytest.raises(ValueError, match="20 causal queries but a context of 3"):
         attend(device, row.q, kv, [20], [3], scale=1.0)
-    with pytest.raises(ValueError, match="scales belong to pages of int8 and fp8"):
+    with pytest.raises(ValueError, match="only int8 and fp8 pages have scales"):
         attend(device, row.q, replace(stored(kv, torch.int8), key_scales=None), [20], [20], scale=1.0)
     with pytest.raises(ValueError, match=r"no kernel for queries of torch\.float64"):
         attend(device, row.q.double(), kv, [20], [20], scale=1.0)

@@ -31,6 +31,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata, Paged
 from engine.backends.triton import activations, norms, pages, rotary
 from engine.backends.triton.executor import TritonExecutor
+from engine.model.inputs import Inputs
 from engine.model.slots import find_slots
 from engine.model.transformer import Transformer
 
@@ -225,11 +226,12 @@ def test_encoders(name: str, tmp_path: Path) -> None:
             mock.patch.object(norms, "_launch", side_effect=norms._launch) as normed,
             mock.patch.object(rotary, "_launch", side_effect=rotary._launch) as turned,
         ):
-            found = model.read(ids, positions, metadata, tokens=total)
+            inputs = Inputs(token_ids=ids, positions=positions, metadata=metadata, tokens=total)
+            found = model(inputs)
         assert normed.called
         assert turned.called == (name != "bert")
         with by_torch(model):
-            near([found], [model.read(ids, positions, metadata, tokens=total)])
+            near([found], [model(inputs)])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "gpt-neox"])

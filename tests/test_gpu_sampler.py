@@ -546,7 +546,7 @@ def test_what_a_graph_does_not_hold_is_refused(device: torch.device, row: dict[s
 def test_logits_that_do_not_fit_are_refused(device: torch.device) -> None:
     captured = CapturedSampler(2, 50, device)
     for shape in ((3, 50), (2, 51)):
-        with pytest.raises(ValueError, match="expected up to 2 rows of 50 logits side by side"):
+        with pytest.raises(ValueError, match="expected up to 2 rows of 50 contiguous logits"):
             captured.launch(torch.zeros(shape, device=device))
 
 

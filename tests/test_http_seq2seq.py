@@ -20,7 +20,6 @@ import torch
 from support.service import PATIENCE, Service, stopped
 from support.text_seq2seq import MAX_LENGTH, TEXTS, WORDS, TextCheckpoint, make_text_checkpoint
 
-from cli.commands.bench import run as bench
 from server.config.settings import ServerSettings
 
 BLOCK, PAGES = 4, 72
@@ -392,15 +391,6 @@ def test_doctor(t5: Api, mbart: Api) -> None:
         assert found["tokenizer"].found == f"{len(api.checkpoint.tokenizer)} tokens{languages}"
         assert "chat template" not in found
         assert found["chat"].verdict == "ok"
-
-
-def test_bench_serve(t5: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["serve", "--url", t5.service.url, "--concurrency", "4", "--num-requests", "6", "--prompts", "ids"]
-    assert bench([*arguments, "--input-len", "4:90", "--output-len", "12", "--quiet"]) == 0
-    assert "6 completed, 0 failed" in capsys.readouterr().out
-    for too_long in (["--input-len", "97", "--output-len", "4"], ["--input-len", "4", "--output-len", "96"]):
-        assert bench([*arguments, *too_long, "--quiet"]) != 0
-        assert f"its encoder's of {MAX_LENGTH}" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- a crowd

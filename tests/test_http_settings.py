@@ -461,7 +461,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for name in Settings.model_fields:
         assert f"({variable(name)})" in " ".join(text.split())
     assert {flag(name) for name in (*SERVICE, *ENGINE) if name != "model"} <= set(text.replace(",", "").split())
-    assert "tokens per page of the KV cache. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
+    assert "tokens per page of the KV cache [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
 
 
 def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
 from engine.model.activations import ACTIVATIONS, activate
+from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
@@ -158,28 +159,19 @@ class RecordingModel:
 
     device = torch.device("cpu")
     encoder = head = twin = None
-    spec = SimpleNamespace(head=Lm(tied=True))
+    decoder, rotary_shifts = object(), ()
+    spec = SimpleNamespace(head=Lm(tied=True), signal=None)
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[int] = []
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Any,
-        slots: Tensor,
-        metadata: Any,
-        min_rows: int,
-        cross: Any,
-        turns: Any,
-        keeper: Any,
-    ) -> Tensor:
-        assert len(token_ids) == len(positions) >= len(slots) == sum(metadata.query_lens)
-        assert len(token_ids) >= min_rows
-        self.tokens.append(len(token_ids))
-        return torch.nn.functional.one_hot(token_ids, 8).float() * 9
+    def __call__(self, inputs: Inputs) -> Tensor:
+        assert inputs.slots is not None
+        assert len(inputs.token_ids) == len(inputs.positions) >= len(inputs.slots) == sum(inputs.metadata.query_lens)
+        assert len(inputs.token_ids) >= inputs.min_rows
+        self.tokens.append(len(inputs.token_ids))
+        return torch.nn.functional.one_hot(inputs.token_ids, 8).float() * 9
 
     def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
         self.rows.append(len(hidden))

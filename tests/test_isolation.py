@@ -28,7 +28,7 @@ assert all(job.prompt[0] != POISON and len(job.prompt) + 20 < EDGE for job in MI
 def faults(engine: Engine, fault: Callable[[StepPlan], None]) -> Iterator[list[StepPlan]]:
     """Calls `fault` for each plan, in the middle of its forward pass; gives the plans for which it raised."""
     raised: list[StepPlan] = []
-    forward = engine.runner._forward
+    forward = engine.runner.kind.run
 
     def broken(plan: StepPlan, *others: Any) -> torch.Tensor:
         hidden = forward(plan, *others)  # so that pages are written before it fails
@@ -39,11 +39,11 @@ def faults(engine: Engine, fault: Callable[[StepPlan], None]) -> Iterator[list[S
             raise
         return hidden
 
-    engine.runner._forward = broken  # type: ignore[method-assign]
+    engine.runner.kind.run = broken  # type: ignore[method-assign]
     try:
         yield raised
     finally:
-        engine.runner._forward = forward  # type: ignore[method-assign]
+        engine.runner.kind.run = forward  # type: ignore[method-assign]
 
 
 def poisoned(plan: StepPlan) -> np.ndarray:
@@ -184,7 +184,7 @@ def test_a_model_that_overflows_fails_the_requests_that_overflow(
     one = engines()
     use_torch(one.runner.model)
     layer = one.runner.model.decoder.blocks[0].ffn.inner.down
-    compute, forward = layer.forward, one.runner._forward
+    compute, forward = layer.forward, one.runner.kind.run
     now: list[StepPlan] = []
 
     def remember(plan: StepPlan, *others: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_a_model_that_overflows_fails_the_requests_that_overflow(
         y[: now[0].num_tokens][torch.from_numpy(poisoned(now[0]))] = value
         return y
 
-    one.runner._forward = remember  # type: ignore[method-assign]
+    one.runner.kind.run = remember  # type: ignore[method-assign]
     layer.forward = overflow  # type: ignore[method-assign]
     broken = [*BROKEN, Job(BROKEN[0].prompt, sampled(1, top_k=5, top_p=0.9)), Job(BROKEN[0].prompt, sampled(2, n=3))]
     broken.append(Job(BROKEN[0].prompt, greedy(3, prompt_logprobs=2)))

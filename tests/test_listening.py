@@ -334,8 +334,8 @@ def test_https_over_a_unix_socket_under_a_prefix(pem: Path, folder: Path) -> Non
         r"Model octavo-demo from \S+: float32 on cpu, up to 512 tokens for prompt and answer together", text
     )
     assert re.search(
-        r"KV cache: 128 pages of 16 tokens \(2048 tokens in float32\)\. Room for 4\.0 requests of 512 tokens at a "
-        r"time; a step runs at most 4 ",
+        r"KV cache: 2048 tokens in float32 \(128 pages of 16 tokens\)\. It holds 4\.0 requests of 512 tokens\. "
+        r"At most 4 requests run at the same time\.",
         text,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -100,7 +101,7 @@ def test_vectors(model: Any, hf: Any) -> None:
         llm.encode("a", pooling_task="fill_mask")
     with pytest.raises(InvalidRequestError, match="pooling_task is embed, but pooling_params has the task classify"):
         llm.encode("a", PoolingParams(task="classify"), pooling_task="embed")
-    with pytest.raises(InvalidRequestError, match="cannot serve classify"):
+    with pytest.raises(InvalidRequestError, match="cannot serve reward: it has no head that scores texts or tokens"):
         llm.reward("a")
     own = [answer.embedding for answer in llm.embed(TEXTS)]
     close(own, [answer.embedding for answer in llm.embed(TEXTS, "mean", True)])
@@ -442,8 +443,13 @@ def test_without_a_tokenizer(model: Any, hf: Any) -> None:
     bare.close()
 
 
-def test_progress(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress(model: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = model("plain")
+    llm.embed(["boats"] * 32)  # stderr is a file
+    assert "embedding" not in capfd.readouterr().err
+    llm.embed(["boats"] * 2, use_tqdm=True)
+    assert "2/2" in capfd.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     llm.embed(["boats"] * 31)
     assert "embedding" not in capfd.readouterr().err
     llm.embed(["boats"] * 32)

@@ -143,6 +143,9 @@ def test_token_inputs(ids: Any) -> None:
     boxes = [[0, 1, 2, 3] for _ in ids]
     assert added(TokenInput(ids, bbox=boxes), PoolingParams()).input == TokenInput(list(ids), bbox=boxes)
 
+    sides = {"colours": [*ids]}
+    assert added(TokenInput(ids, sides=sides), SamplingParams()).input == TokenInput(list(ids), sides=sides)
+
 
 def test_other_inputs() -> None:
     assert added(Seq2SeqInput([1, 2], [3]), SamplingParams()).input == Seq2SeqInput([1, 2], [3])

@@ -222,9 +222,9 @@ def test_whole_inputs_leave_nothing_behind(berts: Callable[..., Path]) -> None:
         check_idle(engine)
 
 
-def broken(engine: Engine, method: str, token: int) -> None:
+def broken(engine: Engine, token: int) -> None:
     """Let a step fail that computes this token, after it has computed."""
-    original = getattr(engine.runner, method)
+    original = engine.runner.kind.run
 
     def failing(plan: StepPlan, *others: Any) -> torch.Tensor:
         hidden: torch.Tensor = original(plan, *others)
@@ -232,19 +232,19 @@ def broken(engine: Engine, method: str, token: int) -> None:
             raise RuntimeError("the poison was computed")
         return hidden
 
-    setattr(engine.runner, method, failing)
+    engine.runner.kind.run = failing  # type: ignore[method-assign]
 
 
-def spoiled(engine: Engine, method: str, token: int) -> None:
+def spoiled(engine: Engine, token: int) -> None:
     """Let this token's hidden state be no number."""
-    original = getattr(engine.runner, method)
+    original = engine.runner.kind.run
 
     def spoiling(plan: StepPlan, *others: Any) -> torch.Tensor:
         hidden: torch.Tensor = original(plan, *others)
         hidden[: plan.num_tokens][torch.from_numpy(plan.token_ids == token)] = math.nan
         return hidden
 
-    setattr(engine.runner, method, spoiling)
+    engine.runner.kind.run = spoiling  # type: ignore[method-assign]
 
 
 FAULTS = [(broken, "RuntimeError: the poison was computed"), (spoiled, "not a finite number")]
@@ -252,14 +252,14 @@ FAULTS = [(broken, "RuntimeError: the poison was computed"), (spoiled, "not a fi
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS, ids=["raises", "nan"])
 def test_only_the_input_at_fault_ends(
-    fault: Callable[[Engine, str, int], None], message: str, berts: Callable[..., Path]
+    fault: Callable[[Engine, int], None], message: str, berts: Callable[..., Path]
 ) -> None:
     works = [
         ([token for token in tokens if token] or [1], None, PoolingParams()) for tokens, _, _ in whole_works("Model")
     ]
     with engine_of(berts()) as engine:
         expected = together(engine, works)
-        fault(engine, "_hidden", 0)
+        fault(engine, 0)
         for name in ("first", "second"):
             submit(engine, name, ([3, 0, 4], None, PoolingParams()))
         for number, work in enumerate(works):
@@ -285,7 +285,7 @@ def test_an_engine_that_can_read_nothing_ends(berts: Callable[..., Path], monkey
         def lost(plan: StepPlan, *others: Any) -> torch.Tensor:
             raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(engine.runner, "_hidden", lost)
+        monkeypatch.setattr(engine.runner.kind, "run", lost)
         with pytest.raises(EngineDeadError, match="even a step of one token fails: RuntimeError: the device is lost"):
             engine.step()
 
@@ -425,7 +425,7 @@ def test_the_last_token_takes_prefix_hits_and_a_mean_takes_none(checkpoint: Call
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS, ids=["raises", "nan"])
 def test_a_pooled_prompt_at_fault_ends_alone(
-    fault: Callable[[Engine, str, int], None], message: str, checkpoint: Callable[[str], Any]
+    fault: Callable[[Engine, int], None], message: str, checkpoint: Callable[[str], Any]
 ) -> None:
     """In a chunk in the middle of it, beside requests that generate."""
     poison = 300
@@ -435,7 +435,7 @@ def test_a_pooled_prompt_at_fault_ends_alone(
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "enable_prefix_caching": False}
     with engine_of(checkpoint(DECODER).path, **settings) as engine:
         expected = [np.array(answer.values()) for answer in alone(engine, works)]
-        fault(engine, "_forward", poison)
+        fault(engine, poison)
         bad = [*random_prompt(299, 1, 40), poison, *random_prompt(299, 2, 40)]
         greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         engine.add_request("text", random_prompt(299, 3, 6), greedy)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import httpx
 import pytest
 
-from server.api.multipart import MOST_PARTS, MOST_TEXT, Form, Upload, read_form
+from server.api.multipart import MOST_PARAMETERS, MOST_PARTS, MOST_TEXT, Form, Upload, read_form
 from server.errors import ApiError
 
 KIND = 'multipart/form-data; boundary="b-1"'
@@ -59,12 +61,36 @@ def test_other_types(kind: str) -> None:
         (part("a", b"x" * (MOST_TEXT + 1)) + b"--b-1--", f"at most {MOST_TEXT}"),
         (part("a", b"1") * (MOST_PARTS + 1) + b"--b-1--", f"more than {MOST_PARTS} parts"),
         (part("f", b"1", '; filename="a"') * 2 + b"--b-1--", "several files"),
+        (b"--b-1\r\n" + b"X: y\r\n" * 100_000 + b"\r\n\r\n--b-1--", "8192 bytes"),
+        (part("a", b"1") * 200_000 + b"--b-1--", f"more than {MOST_PARTS} parts"),
+        (part("a", b"1", ";a" * MOST_PARAMETERS) + b"--b-1--", f"more than {MOST_PARAMETERS} parameters"),
     ],
 )
 def test_what_is_wrong_is_said(content: bytes, words: str) -> None:
     assert words in refusal(content)
 
 
-def test_a_body_of_megabytes_that_never_ends() -> None:
-    """Nearly all of it is nearly a separator."""
-    assert "does not end" in refusal(part("a", b"\r\n--b-" * 2_000_000))
+def test_a_header_of_many_parameters() -> None:
+    """Each of them costs time (CVE-2026-53539)."""
+    few = KIND + ";a" * (MOST_PARAMETERS - 1)
+    assert read_form(part("a", b"1") + b"--b-1--", few).texts == {"a": ["1"]}
+    assert f"more than {MOST_PARAMETERS} parameters" in refusal(part("a", b"1") + b"--b-1--", few + ";a")
+
+
+def test_bodies_of_megabytes_take_no_memory_of_their_own() -> None:
+    """A huge preamble or epilogue (CVE-2026-40347), nearly nothing but separators, or no separator at all."""
+    field, end, much = part("a", b"1"), b"--b-1--", b"x" * (8 << 20)
+    tracemalloc.start()
+    try:
+        for content in (much + b"\r\n" + field + end, field + end + much):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            assert read_form(content, KIND) == Form({"a": ["1"]}, {})
+            assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
+        for content in (part("a", b"\r\n--b-" * 2_000_000), much):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            refusal(content)
+            assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import random_prompt
-from support.driving import Job, make_engine, run
+from support.driving import Job, logprobs, make_engine, run
 from support.families import FAMILY_SHAPES, FamilyCheckpoint
 from support.family_shape import GREEDY_TOKENS, build_reference
 from support.pages import load
@@ -21,12 +21,17 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine import SamplingParams
+from engine.backends import native
+from engine.backends.native.gemm import Blocks
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution.starting import resolve
+from engine.inspection import inspect_model
 from engine.model.checkpoint import read_config
+from engine.model.experts import ExpertMatrices
+from engine.model.gguf.blocks import groups_of, numbers_of
 from engine.model.quantisation import Quantization
-from engine.model.stored.mxfp4 import decode, decoded_shape
+from engine.model.stored.mxfp4 import as_blocks, decode, decoded_shape
 
 SHAPE = FAMILY_SHAPES["gpt-oss"]
 SHAPE = replace(SHAPE, settings={**SHAPE.settings, "hidden_size": 64, "intermediate_size": 32})
@@ -106,6 +111,37 @@ def test_its_numbers_are_quantised(kind: Quantization, tmp_path: Path) -> None:
         found.append(run(engine, [job]))
         engine.close()
     assert found[0] == found[1] == found[2]
+
+
+def test_blocks_hold_the_same_numbers() -> None:
+    """Bit for bit, of every exponent that bfloat16 has."""
+    blocks, scales = random_blocks(3, 10, 4)
+    scales[0, 0] = torch.tensor([1, 127, 200, 240])
+    made = as_blocks(blocks, scales)
+    assert (made.kind, made.inputs, made.values.shape) == ("mxfp4", 128, (3, 10, 4 * 17))
+    for one, numbers in zip(made.values, decode(blocks, scales), strict=True):
+        assert torch.equal(numbers_of(groups_of(Blocks("mxfp4", one, 128))).flatten(1), numbers.float())
+
+
+@pytest.mark.skipif(not native.available(), reason="needs native kernels")
+def test_it_is_kept_as_stored(tmp_path: Path) -> None:
+    """On a CPU by default: experts take their own 4.25 bits, and answers are those of the numbers in float32, but for
+    the rounding of activations."""
+    stored(tmp_path)
+    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
+    assert facts.quantization == "stored"
+    assert facts.weights == sum(facts.stored.values())
+    prompt = random_prompt(SHAPE.vocab, 1, 40)
+    found = []
+    for kind, kept in ((None, "mxfp4"), ("none", None)):
+        engine = make_engine(tmp_path, quantization=kind)
+        experts = [module for module in engine.runner.model.modules() if isinstance(module, ExpertMatrices)]
+        assert {module.stored for module in experts} == {kept}
+        assert all(product.native.kind == "mxfp4" for module in experts for product in module.packed) or kept is None
+        found.append(logprobs(engine, prompt))
+        engine.close()
+    kept, exact = found
+    assert 0 < float((kept - exact).abs().median() / exact.std()) < 0.05
 
 
 def test_its_parameters_are_more_than_its_bytes(tmp_path: Path) -> None:

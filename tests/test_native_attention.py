@@ -625,7 +625,7 @@ def test_layers_share_what_a_step_prepares_and_do_not_confuse_it() -> None:
 
 
 def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="octavo.attention"):
+    with caplog.at_level(logging.DEBUG, logger="octavo.attention"):
         assert isinstance(select("cpu", [Part()]), NativeAttention)
         with_bias = [Part(), Part(kv_heads=4, content_bias=True)]
         assert isinstance(select("cpu", with_bias), NativeAttention)
@@ -638,6 +638,7 @@ def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixtu
         "Attention backend on cpu: torch; not usable: native (native attention has no content bias over int8 pages)",
         "Attention backend on cpu: torch; not usable: native (there is no native library)",
     ]
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO", "INFO"]
     cuda = torch.device("cuda")
     assert NativeAttention.unsupported(Part(), cuda) == ["native attention runs on cpu; the device is cuda"]
     reasons = NativeAttention.unsupported(Part(), CPU, torch.float64)

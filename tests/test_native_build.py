@@ -204,6 +204,22 @@ def test_kernels_have_as_many_threads_as_torch(threads: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("late", [-1, 0, 1, 2])
+@pytest.mark.parametrize(("count", "some"), [(0, 1), (2, 1), (64, 3), (1000, 8), (7, 100)])
+def test_the_work_of_a_thread_that_comes_late_is_done_by_the_others(count: int, some: int, late: int) -> None:
+    before, takers = torch.get_num_threads(), torch.zeros(count, dtype=torch.int64)
+    found = native.current()
+    assert found is not None
+    try:
+        torch.set_num_threads(3)
+        found.function("take_pieces", "piii")(takers.data_ptr(), count, some, late)
+    finally:
+        torch.set_num_threads(before)
+    assert all(100 <= taker < 103 for taker in takers.tolist()), "each piece is taken once"
+    assert 100 + late not in takers.tolist()
+
+
+@needs_compiler
 def test_a_prebuilt_library_is_taken(portable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PREBUILT", tmp_path)
     shutil.copyfile(portable, tmp_path / file_name("portable"))

@@ -39,6 +39,7 @@ from engine.model import checkpoint, families, kernels, packing, spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head
+from engine.model.inputs import Inputs
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization
 from engine.model.transformer import Transformer
@@ -276,7 +277,16 @@ def test_a_step_without_tokens(llama: Subject, padding: int) -> None:
 
 def step(pages: Pages, position: int, slot: int) -> None:
     metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
-    pages.model(torch.tensor([1]), torch.tensor([position]), pages.caches, torch.tensor([slot]), metadata)
+    pages.model(
+        Inputs(
+            token_ids=torch.tensor([1]),
+            positions=torch.tensor([position]),
+            metadata=metadata,
+            tokens=1,
+            caches=pages.caches,
+            slots=torch.tensor([slot]),
+        )
+    )
 
 
 @pytest.mark.parametrize("position", [-1, 40, 2**40])
@@ -347,12 +357,15 @@ def read(model: Transformer, padding: int = 0) -> Tensor:
     ids = torch.tensor(random_prompt(model.vocab_size, 3, sum(LENGTHS)) + [0] * padding)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     with torch.inference_mode():
-        return model.read(
-            ids,
-            torch.cat([positions, positions.new_zeros(padding)]),
-            AttentionMetadata.build(list(LENGTHS), list(LENGTHS), torch.device("cpu")),
-            tokens=sum(LENGTHS),
-        )[: sum(LENGTHS)]
+        hidden: Tensor = model(
+            Inputs(
+                token_ids=ids,
+                positions=torch.cat([positions, positions.new_zeros(padding)]),
+                metadata=AttentionMetadata.build(list(LENGTHS), list(LENGTHS), torch.device("cpu")),
+                tokens=sum(LENGTHS),
+            )
+        )
+        return hidden[: sum(LENGTHS)]
 
 
 @pytest.fixture(scope="module", params=everyday(ENCODER_SHAPES))

@@ -450,7 +450,7 @@ def test_rows_of_the_table_are_what_the_kernels_take_them_for() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     for wrong in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3), torch.zeros(2, 0)):
-        with pytest.raises(ValueError, match="rows of float32 on a CPU"):
+        with pytest.raises(ValueError, match="must be rows of float32 on a CPU"):
             LogitRows(wrong)
     with pytest.raises(ValueError, match="expected int32"):
         LogitRows(torch.zeros(2, 3)).best(np.zeros(1, dtype=np.int64), int32([1]), 1)

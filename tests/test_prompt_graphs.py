@@ -57,7 +57,7 @@ def check(path: Path, jobs: list[Job], **settings: Any) -> None:
     plain = make_engine(path, **(SETTINGS | settings))
     expected = run_alone(plain, jobs)
     plain.close()
-    with recorded(path, **settings) as engine, mock.patch.object(engine.runner, "_hidden") as outside:
+    with recorded(path, **settings) as engine, mock.patch.object(engine.runner.kind, "run") as outside:
         for layer in engine.runner.cache.layers:
             for tensor in layer:
                 tensor[0] = torch.nan
@@ -105,6 +105,15 @@ def test_prompts_beside_rows_that_decode(checkpoint: Callable[[str], Any]) -> No
         Job(prompt(3, 1), greedy(4, ignore_eos=True)),
     ]
     check(checkpoint(CHECKPOINT).path, jobs)
+
+
+@pytest.mark.slow
+def test_sides_of_tokens_are_recorded(tmp_path: Path) -> None:
+    """Rows whose rotary factors differ read them at their own offsets."""
+    shape = FAMILY_SHAPES["phi3-factors-by-request"]
+    make_family_checkpoint(shape, tmp_path)
+    jobs = [Job(random_prompt(shape.vocab, 1, 19), greedy(2)), Job(random_prompt(shape.vocab, 2, 70), greedy(4))]
+    check(tmp_path, jobs, max_model_len=128)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -46,7 +47,7 @@ from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices
 from engine.model.families import build_spec
 from engine.model.layers import Linear
-from engine.model.quantisation import Quantization, quantise, quantise_by_torch
+from engine.model.quantisation import Quantization, Wanted, quantise, quantise_by_torch
 from engine.model.quantised_cache import Writer, find_folder
 from engine.model.transformer import Transformer
 from engine.model.weight_files import SINGLE_FILE, Checkpoint, raw_bytes
@@ -115,10 +116,11 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def load(
     path: Path,
     cache: Path | None,
-    kind: Quantization = "int4",
+    kind: Wanted | None = "int4",
     dtype: torch.dtype = torch.float32,
     *,
     show_progress: bool = False,
+    share: bool = False,
 ) -> Transformer:
     config = read_config(path)
     spec = build_spec(config)
@@ -133,7 +135,19 @@ def load(
         show_progress=show_progress,
         quantization=kind,
         quantization_cache="off" if cache is None else str(cache),
+        share_weights=share,
+        pack=share,
     )
+
+
+def sources(path: Path, model: Transformer, modules: list[Linear | ExpertMatrices]) -> set[str]:
+    """Tensors of the checkpoint that fill these matrices, and the tables that are looked up in them."""
+    names = {module: name for name, module in model.named_modules()}
+    targets = {f"{names[module]}.weight" for module in modules}
+    tables = [module for module in names if isinstance(module, TokenEmbedding)]
+    targets |= {f"{names[table]}.tokens" for table in tables if not table.tokens.numel()}
+    table = families.weight_table(read_config(path), model.spec)
+    return {source for part in table.entries if part.target in targets for source in part.sources}
 
 
 def entries(cache: Path) -> list[Path]:
@@ -181,16 +195,9 @@ def test_every_family(
     kept = load(path, cache)
     assert entries(cache) == [entry]
     assert len(quantised) == count, "nothing is quantised again"
-    names = {module: name for name, module in kept.named_modules()}
     wanted = [module for module, kind in kept.matrices("int4") if kind is not None]
     assert count == sum(len(m.packed) if isinstance(m.packed, list) else 1 for m in wanted) > 0
-    targets = {f"{names[module]}.weight" for module in wanted}
-    tables = [module for module in names if isinstance(module, TokenEmbedding)]
-    targets |= {
-        f"{names[table]}.tokens" for table in tables if not table.tokens.numel()
-    }  # looked up in their packed form
-    table = families.weight_table(read_config(path), kept.spec)
-    plain = {source for part in table.entries if part.target in targets for source in part.sources}
+    plain = sources(path, kept, wanted)
     assert plain & all_read
     assert set(reads) == all_read - plain
     assert_same(made, kept)
@@ -226,7 +233,7 @@ def test_answers_are_the_same(
     for setting, said in (
         ("off", "are not kept"),
         (str(cache), "kept for the next start in"),
-        (str(cache), "read from"),
+        (str(cache), "mapped from" if native.available() else "read from"),
     ):
         caplog.clear()
         quantised.clear()
@@ -235,7 +242,7 @@ def test_answers_are_the_same(
         (line,) = [record.getMessage() for record in caplog.records if "Quantized weights" in record.getMessage()]
         assert line.startswith(f"Quantized weights ({kind}) ")
         assert said in line
-        assert bool(quantised) == (said != "read from")
+        assert bool(quantised) == (" from" not in said)
         answers.append(run(engine, MIXED))
         engine.close()
     assert answers[0] == answers[1] == answers[2]
@@ -377,7 +384,7 @@ def test_an_entry_of_other_matrices_is_not_used(llama: Path, cache: Path, caplog
     load(llama, cache)
     (entry,) = entries(cache)
     held = load_file(entry)
-    name = next(name for name in held if name.endswith("qkv.values"))
+    name = next(name for name in held if name.endswith(("qkv.packed.0", "qkv.values")))
     held[name] = held[name][:, :-1].clone()
     with safe_open(str(entry), framework="pt") as handle:
         metadata = handle.metadata()
@@ -409,6 +416,7 @@ def fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("read-only", "Read-only file system"),
         ("full", "No space left"),
         ("nearly full", "bytes of the 1000 that are free"),
+        ("a small disk", "take at most 250, a quarter of the disk"),
         ("full at the end", "Read-only file system"),
         ("others can write", "other users can write to .* .mode 777"),
         ("someone else's", "belongs to another user"),
@@ -430,11 +438,14 @@ def test_a_folder_that_cannot_be_used(
             (cache / "file").write_text("")
             used = cache / "file" / "folder"
         case "read-only":
+            monkeypatch.delattr(os, "O_TMPFILE", raising=False)
             monkeypatch.setattr(tempfile, "mkstemp", refuse)
         case "full":
             fill_up(monkeypatch)
         case "nearly full":
-            monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000, total=10**9))
+        case "a small disk":
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9, total=1000))
         case "full at the end":
             monkeypatch.setattr(Writer, "keep", refuse)
         case "others can write":
@@ -461,6 +472,7 @@ def test_what_lies_in_a_folder_that_cannot_be_written_to_is_used(
     """As where root has made it when an image was built."""
     made = load(llama, cache)
     quantised.clear()
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     for name in ("utime", "unlink", "replace"):
         monkeypatch.setattr(os, name, refuse)
@@ -486,6 +498,27 @@ def test_two_at_once_make_the_same(llama: Path, cache: Path, monkeypatch: pytest
     assert len(entries(cache)) == 1
     assert_same(*found)
     assert_same(load(llama, None), load(llama, cache))
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_process_that_is_killed_leaves_nothing(
+    unnamed: bool, llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux: what is written has no name until it is complete. Elsewhere it is a file beside its place."""
+    if not unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("the system has no unnamed files")
+    keep, seen = Writer.keep, list[Path]()
+
+    def look(self: Writer) -> None:
+        seen.extend(cache.iterdir())
+        keep(self)
+
+    monkeypatch.setattr(Writer, "keep", look)
+    load(llama, cache)
+    assert len(seen) == (not unnamed)
+    assert len(entries(cache)) == 1
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_nothing(llama: Path, cache: Path) -> None:
@@ -522,6 +555,68 @@ def test_old_entries_are_removed_and_nothing_else(llama: Path, cache: Path, tmp_
     assert not old.exists()
 
 
+def mapped_from(model: Transformer) -> set[str]:
+    """The files that hold the matrices of a model."""
+    places = [line.split() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()]
+    spans = [(*(int(end, 16) for end in place[0].split("-")), " ".join(place[5:])) for place in places]
+    found = set()
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertMatrices) and module.packed:
+            products = [module.packed] if isinstance(module, Linear) else module.packed
+            packed = [product.native for product in products if product.native is not None]
+            for data in (part.data for each in packed for part in each.parts or (each,)):
+                assert data.data_ptr() % 64 == 0
+                found |= {file for start, end, file in spans if start <= data.data_ptr() < end}
+    return found
+
+
+SHARED: dict[str, tuple[Any, Quantization | None]] = {
+    "arcee-biases-tied": (FAMILY_SHAPES, None), "qwen3-moe": (FAMILY_SHAPES, "int8"), "gpt2": (FAMILY_SHAPES, "int4"),
+    "bert-masked": (ENCODER_SHAPES, None), "t5": (SEQ2SEQ_SHAPES, None),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not native.available() or sys.platform != "linux", reason="needs native kernels and /proc")
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_weights_are_mapped(
+    name: str, tmp_path: Path, cache: Path, reads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All matrices of any model lie in the file, to the bit as they are made, and none is read of the checkpoint."""
+    shapes, kind = SHARED[name]
+    make = next(make for found, make in MAKERS if found is shapes)
+    make(shapes[name], tmp_path / "model")
+    caplog.set_level(logging.INFO, "octavo.model")
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        before = set(entries(cache)) if number else set()
+        made = load(tmp_path / "model", cache, kind, dtype, share=True)
+        (entry,) = set(entries(cache)) - before
+        all_read = set(reads)
+        reads.clear()
+        caplog.clear()
+        kept = load(tmp_path / "model", cache, kind, dtype, share=True)
+        assert f"Packed weights are mapped from {entry}" in caplog.text
+        modules = [module for module, _ in kept.matrices(kind)]
+        assert all(module.is_packed for module in modules)
+        assert set(reads) == all_read - sources(tmp_path / "model", kept, modules)
+        assert mapped_from(kept) == {str(entry)}
+        assert str(entry) not in mapped_from(made)
+        assert_same(made, kept)
+
+
+def test_the_least_recently_used_make_room(llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together take at most a quarter of the disk."""
+    for number, kind in enumerate(KINDS):
+        load(llama, cache, kind)
+        (entry,) = cache.glob(f"{kind}-?" + "[0-9a-f]" * 31 + ".safetensors")
+        os.utime(entry, (time.time() - 60 * number,) * 2)
+    size = sum(entry.stat().st_size for entry in entries(cache))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9, total=4 * size))
+    load(llama, cache, "int8", torch.bfloat16)
+    left = [entry.name.rsplit("-", 1)[0] for entry in entries(cache)]
+    assert sorted(left) in (["int8", "int8", "int8-fast"], ["int8", "int8"])
+    assert sum(entry.stat().st_size for entry in entries(cache)) <= size * 1.1
+
+
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_folder(None) == tmp_path / "octavo" / "quantization"
@@ -551,7 +646,7 @@ def test_numbers_belong_to_a_format(isa: str) -> None:
     if native.available():
         with kernels_of(isa):
             made += [(way, quantise(weight, *way)) for way in expected]
-    assert quantised_cache.FORMAT == 5
+    assert quantised_cache.FORMAT == 6
     for way, quantised in made:
         assert f"{_sum(quantised.values)} {_sum(quantised.scales)}" == expected[way]
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +25,19 @@ from support.real_models import MODELS, RealModel, reference_of
 from support.reference import MIN_MARGIN
 from support.service import Service
 
-from engine import LLM, SamplingParams
+from engine import LLM, EngineConfig, SamplingParams
+from engine.inspection import inspect_model
 from engine.model.gguf.folder import stand_in
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import quantization  # noqa: E402
+from peers import process  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
+PEERS = Path(os.environ.get("OCTAVO_PEERS") or BENCHMARKS.parent / ".peers")
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
 STORED = LlamaIds()
 GREEDY_TOKENS, BEAM_TOKENS, BEAMS = 24, 12, 4
@@ -124,11 +134,29 @@ def test_perplexity(subject: Subject) -> None:
     table = reference.logprobs(subject.reference, tokens)
     expected = math.exp(-float(table[range(len(tokens) - 1), tokens[1:]].mean()))
     assert perplexity(subject.llm) == pytest.approx(expected, rel=1e-4)
-    for quantization, most in (("none", 0.01), ("stored", 0.02), ("int8", 0.02), ("int4", 0.25)):
-        llm = load(subject.path, quantization=quantization)
+    for kind, most in (("none", 0.01), ("stored", 0.02), ("int8", 0.02), ("int4", 0.25)):
+        llm = load(subject.path, quantization=kind)
         ratio = perplexity(llm) / expected
         llm.close()
-        assert abs(ratio - 1) < most, quantization
+        assert abs(ratio - 1) < most, kind
+
+
+def test_log_probabilities_against_llama_cpp(subject: Subject, tmp_path: Path) -> None:
+    """llama.cpp computes what float32 does, but for its rounding of activations; stored weights are no further off."""
+    install = process.find("llama.cpp", PEERS)
+    if install is None:
+        pytest.skip(f"llama.cpp is not in {PEERS}: benchmarks/README.md says how to install it, OCTAVO_PEERS where")
+    tokenizer = subject.llm.tokenizer
+    assert tokenizer is not None
+    texts = [tokenizer.encode(TEXT)]
+    exact = quantization.logits_of(subject.path, "widened", texts)
+    with closing(quantization.LlamaCpp(subject.path, tmp_path, install)) as peer:
+        theirs = quantization.compare(peer.read(subject.path, texts), exact, texts)
+    ours = quantization.compare(quantization.logits_of(subject.path, "stored", texts), exact, texts)
+    assert theirs["positions"] == len(texts[0]) - 1
+    assert theirs["top1_agreement"] > 0.9
+    assert theirs["kl_divergence"] < 0.02
+    assert ours["kl_divergence"] < 1.15 * theirs["kl_divergence"]
 
 
 def test_a_chat_template_and_stops(subject: Subject) -> None:
@@ -182,7 +210,8 @@ def with_tools(path: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_served(name: str, tmp_path: Path) -> None:
-    """At the default settings of a service: blanks in completions and embeddings, a chat, a forced call."""
+    """At the default settings of a service: blanks in completions and embeddings, a chat, a forced call; in the memory
+    that `octavo models` predicts."""
     path = MODELS[name].find()
     if path is None:
         pytest.skip("make test-real installs the model")
@@ -190,6 +219,13 @@ def test_it_is_served(name: str, tmp_path: Path) -> None:
     service = Service(str(path), "--device", "cpu", "--max-model-len", "1024", *more, log=tmp_path / "log.txt")
     try:
         url = service.wait_ready()
+        facts = inspect_model(EngineConfig(model=str(path), device="cpu", max_model_len=1024))
+        status = Path(f"/proc/{service.engine()}/status")
+        if status.is_file():
+            found = dict(line.split(":", 1) for line in status.read_text("utf-8").splitlines())
+            resident, peak = (int(found[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
+            assert resident == pytest.approx(facts.resident, rel=0.07)
+            assert peak == pytest.approx(facts.peak, rel=0.07)
 
         def ask(route: str, **body: Any) -> Any:
             answer = httpx.post(f"{url}/v1/{route}", json={"model": path.stem, **body}, timeout=120)

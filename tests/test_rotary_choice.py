@@ -27,7 +27,8 @@ from engine import Engine, PoolingParams, SamplingParams
 from engine.interface.request import Decoding, Request
 from engine.model.positions import DynamicScaling, LongScaling, Rotary
 from engine.model.rotary import RotaryTable, rotary_frequencies
-from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
+from engine.scheduling.plan import StepPlan
 
 LIMIT, LENGTH = 72, 128
 SHAPE = FAMILY_SHAPES["phi3-factors-by-request"]
@@ -42,6 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
 def engine_of(model: FamilyCheckpoint, **settings: Any) -> Engine:
     """With no word about its length."""
     return make_engine(model.path, **({"block_size": 4, "max_num_seqs": 8} | settings))
+
+
+def offsets_of(plan: StepPlan) -> list[int]:
+    """How many rows after its position each token's angles are; nothing where all are at their positions."""
+    return plan.sides["rotary_offsets"].tolist() if "rotary_offsets" in plan.sides else []
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -73,13 +79,11 @@ def test_sections_of_tables() -> None:
 )
 def test_the_choice_goes_by_what_is_computed(length: int, max_tokens: int, expected: int) -> None:
     """An answer's last token is not: its keys would be the next one's."""
-    config = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=64, block_size=4, rotary_shifts=((12, 50), (20, 62))
-    )
+    needs = SequenceNeeds(rotary_shifts=((12, 50), (20, 62)))
     request = Request(request_id="", prompt_token_ids=(1,) * length, decoding=Decoding(max_tokens=max_tokens))
-    assert config.rotary_shift(request.reach) == expected
+    assert needs.rotary_shift(request.reach) == expected
     crossed = {(11, 2): None, (12, 2): 12, (1, 20): 12, (20, 2): 20}.get((length, max_tokens))
-    assert config.crossed_limit(request) == crossed
+    assert needs.crossed_limit(request) == crossed
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_limits_beyond_the_longest_sequence_are_none(
     max_model_len: int | None, shifts: tuple[Any, ...], model: FamilyCheckpoint
 ) -> None:
     engine = engine_of(model, max_model_len=max_model_len)
-    assert engine.scheduler.config.rotary_shifts == shifts
+    assert engine.scheduler.config.needs.rotary_shifts == shifts
     engine.close()
 
 
@@ -105,7 +109,7 @@ def test_max_model_len_changes_no_short_answer(model: FamilyCheckpoint) -> None:
         with watching(engine) as plans:
             add(engine, "job", job)
             output = finish(engine)["job"]
-        assert all((plan.shifts is not None) == (max_model_len == LENGTH) for plan in plans)
+        assert all(("rotary_offsets" in plan.sides) == (max_model_len == LENGTH) for plan in plans)
         found.append((output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs))
         engine.close()
     assert found[0] == found[1]
@@ -150,7 +154,7 @@ def test_vectors_go_by_the_length_of_their_input(model: FamilyCheckpoint) -> Non
         pooled = outputs[str(number)].pooled
         assert pooled is not None
         close(torch.tensor(pooled.values()[0]), model.hidden(ids)[0].mean(0))
-    assert any(plan.shifts is not None and len(set(plan.shifts.tolist())) == 2 for plan in plans)
+    assert any(len(set(offsets_of(plan))) == 2 for plan in plans)
     engine.close()
 
 
@@ -175,7 +179,7 @@ def test_encoders_choose_by_input(tmp_path: Path) -> None:
         engine.add_request(str(number), ids, PoolingParams(pooling="mean", normalize=False))
     with watching(engine) as plans:
         outputs = finish(engine)
-    assert [plan.shifts.tolist() for plan in plans if plan.shifts is not None] == [[0, 40, 0, 40]]
+    assert [offsets_of(plan) for plan in plans] == [[0] * 40 + [40] * 23 + [0] * 40 + [40] * 7]
     for number, ids in enumerate(inputs):
         with torch.no_grad():
             hidden = theirs(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).last_hidden_state[0]
@@ -220,7 +224,7 @@ def test_a_preempted_request_keeps_its_choice(model: FamilyCheckpoint) -> None:
     with watching(engine) as plans:
         assert run(engine, jobs, lambda step: struck.append(preempt_all(engine)) if step % 5 == 4 else None) == expected
     assert sum(struck) >= 8
-    assert any(plan.shifts is not None and sorted(plan.shifts.tolist()) == [0, LENGTH] for plan in plans)
+    assert any(sorted(offsets_of(plan)) == [0, LENGTH] for plan in plans)
     assert engine.stats().prefix_hits > 0
     engine.close()
 
@@ -230,7 +234,7 @@ def test_plans_say_nothing_where_nothing_differs(checkpoint: Callable[[str], Any
     with watching(engine) as plans:
         run(engine, [Job(random_prompt(60, 1, 9), SamplingParams(max_tokens=3, temperature=0.0))])
     assert plans
-    assert all(plan.shifts is None and plan.rotary_positions is None for plan in plans)
+    assert all(not plan.sides for plan in plans)
     engine.close()
 
 
@@ -240,9 +244,8 @@ def test_turns_of_a_plan(model: FamilyCheckpoint) -> None:
         add(engine, str(number), job)
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert plan.rotary_positions is not None
-    assert plan.rotary_positions.tolist() == [LENGTH, LENGTH + 1, LENGTH + 2, *range(80)]
-    assert plan.rotary_positions.dtype == np.int32
+    assert offsets_of(plan) == [LENGTH] * 3 + [0] * 80
+    assert plan.sides["rotary_offsets"].dtype == np.int32
     engine.scheduler.fail("enough")
     engine.close()
 

@@ -35,6 +35,7 @@ from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
 from engine.host.logs import LineFormatter, LogFormat
+from engine.interface.token_sides import SIDES
 from engine.process.runner import ProcessExecutor, _serve
 from engine.scheduling.plan import StepPlan, StepResult
 
@@ -259,13 +260,19 @@ def test_a_plan_survives_the_way(engines: Callable[..., Engine], monkeypatch: py
             assert found.dtype == sent.dtype
             assert found.flags.writeable
             np.testing.assert_array_equal(found, sent)
+        elif isinstance(sent, dict):
+            assert found.keys() == sent.keys()
+            for name in sent:
+                compare(sent[name], found[name])
         elif hasattr(sent, "__dataclass_fields__"):
             for name in sent.__dataclass_fields__:
                 compare(getattr(sent, name), getattr(found, name))
         else:
             assert found == sent
 
-    for plan in plans:
+    width = len(plans[0].token_ids)
+    sides = {name: side.array([*range(side.width * width)]) for name, side in SIDES.items()}
+    for plan in (*plans, replace(plans[0], sides=sides)):
         order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
         assert isinstance(order, wire.Launch)
         compare(plan, order.plan)

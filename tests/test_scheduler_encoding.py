@@ -12,6 +12,7 @@ from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import UNLIMITED, Costs, StepLimit, StepWork
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
 from engine.scheduling.step import Step
@@ -141,7 +142,9 @@ class TestRefusals:
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, block_size=4)
         assert config.fitting(10, 30) == 10.0
         assert config.fitting(10, 30, 13) == 30 / 7
-        windowed = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, block_size=4, window=5)
+        windowed = SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=32, block_size=4, needs=SequenceNeeds(window=5)
+        )
         assert windowed.fitting(1000, 60, 13) == (60 * 4 - 32) / (5 - 1 + 6 + 16)
 
 

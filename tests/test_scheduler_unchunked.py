@@ -31,6 +31,7 @@ from engine.model.spec import Pool
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import UNLIMITED, Costs, StepLimit
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import PooledRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 
@@ -54,7 +55,7 @@ class Reader:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=16,
-            unchunked=True,
+            needs=SequenceNeeds(paged=False),
         )
         self.scheduler = Scheduler(self.config, BlockPool(0))
         self.requests: dict[str, Request] = {}
@@ -291,7 +292,7 @@ def test_a_long_input_is_neither_passed_nor_joined() -> None:
 
 
 def test_output_that_is_not_a_number_ends_its_own_request() -> None:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, block_size=16, unchunked=True)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, block_size=16, needs=SequenceNeeds(paged=False))
     scheduler = Scheduler(config, BlockPool(0))
     for name in "abc":
         scheduler.add(whole_request(name, [1, 2]))

@@ -10,13 +10,17 @@ from paged_simulator import VOCAB, Simulator, make_request
 
 from engine.errors import InvalidRequestError
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
 from engine.scheduling.step import Step
 
 
 def limits(window: int | None = 8, block_size: int = 4, budget: int = 16, max_num_seqs: int = 8) -> SchedulerConfig:
     return SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, window=window
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        needs=SequenceNeeds(window=window),
     )
 
 

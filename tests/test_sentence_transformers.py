@@ -442,7 +442,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "default-prompt": (
         [MEAN],
         {"settings": {"prompts": {"query": "q: "}, "default_prompt_name": "passage"}},
-        "default_prompt_name is 'passage', which is none of query",
+        "default_prompt_name is 'passage', but must be one of query",
     ),
     "cross": ([MEAN], {"settings": {"model_type": "CrossEncoder"}}, "of cross-encoders, only a Transformer"),
 }

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from load.client import Target
 from support.service import environment
-
-from cli.bench.client import Target
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

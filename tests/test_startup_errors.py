@@ -125,8 +125,10 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
 
 def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    monkeypatch.setattr(loading, "available_memory", lambda: size - 1)
-    assert f"take {size} bytes as torch.float32, but only {size - 1} bytes of memory are free" in refusal(folder)
+    monkeypatch.setattr(loading, "available_memory", lambda: size + loading.LOADING - 1)
+    message = refusal(folder)
+    assert f"take {loading.gib(size)} as float32, and the processes 128.0 MiB more while they load" in message
+    assert "are free. Use a smaller model, a 16-bit --dtype, --quantization int8 or int4, or a machine" in message
 
 
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 64}, {"kv_cache_memory": "1MiB"}], ids=str)

@@ -106,7 +106,7 @@ def test_what_is_read_is_what_is_stored(kind: str, tmp_path: Path, caplog: pytes
     plain = checkpoint(tmp_path, said, pack)
     with caplog.at_level("INFO", logger="octavo.model"):
         found = load(tmp_path).state_dict()
-    assert "Weights of " in caplog.text
+    assert "The weights of " in caplog.text
     make_plain(tmp_path, plain)
     whole = load(tmp_path).state_dict()
     assert whole.keys() == found.keys()
@@ -203,7 +203,7 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     assert len(matrices) == 4 * SHAPE.settings["num_hidden_layers"]
     found = logprobs(engine, prompt)
     engine.close()
-    assert f"kept in {facts.weights >> 20} MiB instead of" in caplog.text
+    assert f"stay packed and take {facts.weights >> 20} MiB" in caplog.text
     engine = make_engine(tmp_path, quantization="none")
     exact = logprobs(engine, prompt)
     assert facts.quantization == "stored"

@@ -25,7 +25,7 @@ from engine.model.transformer import Transformer
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, show_progress: bool = False) -> Transformer:
+def load(path: Path, dtype: torch.dtype = torch.float32, show_progress: bool | None = False) -> Transformer:
     config = checkpoint.read_config(checkpoint.locate(str(path)))
     return weights.load_model(
         path,
@@ -333,6 +333,7 @@ def test_memory_that_does_not_suffice_is_one_clear_error(
 def test_progress_is_shown_on_request(folder: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
     path = folder("llama")
     load(path)
+    load(path, show_progress=None)  # stderr is not a terminal
     assert "Loading weights" not in capfd.readouterr().err
     load(path, show_progress=True)
     assert "100%" in capfd.readouterr().err
@@ -362,11 +363,14 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (hub_error(hub.RepositoryNotFoundError), "no public model org/name .*HF_TOKEN"),
+        (
+            hub_error(hub.RepositoryNotFoundError),
+            "neither a local folder nor a public model on the hub.*HF_TOKEN",
+        ),
         (hub_error(hub.GatedRepoError), "restricted.*huggingface.co/org/name.*HF_TOKEN"),
         (hub_error(hub.RevisionNotFoundError), "no revision 'v9'"),
-        (hub.LocalEntryNotFoundError("no network"), "not complete in the local cache"),
-        (hub.OfflineModeIsEnabled("off"), "not complete in the local cache.*local folder"),
+        (hub.LocalEntryNotFoundError("no network"), "nor complete in the local cache"),
+        (hub.OfflineModeIsEnabled("off"), "nor complete in the local cache.*local model"),
         (hub.HFValidationError("bad id"), "valid hub id"),
         (OSError("disk full"), "OSError: disk full"),
     ],

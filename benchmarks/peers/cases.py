@@ -96,6 +96,27 @@ def decode(sizes: Sizes, vocab_size: int) -> Measure:
     return measure
 
 
+def advance(sizes: Sizes, context: int, vocab_size: int) -> tuple[Measure, Measure]:
+    """Tokens per second of a request that decodes behind a context.
+
+    Returns:
+        What is done first, and each turn. A long context is computed first and once, since that takes long, and each
+        turn goes on from where the last one ended. A short one is computed before each turn.
+    """
+    prompt = tokens(random.Random(1), context, vocab_size)
+
+    def measure(engine: Engine) -> Figures:
+        if context <= sizes.decode:
+            engine.hold(prompt)
+        return {"tokens_per_second": sizes.decode / engine.advance(sizes.decode)[0]}
+
+    def prepare(engine: Engine) -> Figures:
+        engine.hold(prompt)
+        return measure(engine)
+
+    return prepare, measure
+
+
 def mixed(count: int, sizes: Sizes, vocab_size: int, answers: Answers) -> Measure:
     """Output tokens per second of requests of mixed lengths, all at once."""
     prompts, wanted = mixed_requests(count, sizes, vocab_size)

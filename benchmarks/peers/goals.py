@@ -19,10 +19,18 @@ UNITS = {
     "load_seconds_per_gb": "s/GB",
 }
 
-SIZES = ("0.5B", "1.5B", "3B", "8B")
+SIZES = ("0.5B", "1.5B", "3B", "8B", "sparse")
 """Models as people run them."""
 FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
 """Weight formats of their GGUF files."""
+MEASURES = {
+    "decode": ("decode, batch 1", 1.1),
+    "prefill": ("prefill, 512 tokens", 1.5),
+    "prefill-4096": ("prefill, 4096 tokens", 1.5),
+    "mixed-8": ("8 mixed requests", 1.5),
+    "context-8192": ("decode, batch 1, context of 8192", 1.2),
+}
+"""What is measured with them, and the ratio that is the goal."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,8 @@ def goals() -> list[Goal]:
     for shape, format in itertools.product(SIZES, FORMATS):
         names = ("octavo bfloat16" if format == "bf16" else f"octavo {format}",), (f"llama.cpp {format}",)
         label = f"{shape} {format.upper()}"
-        made.append(Goal(f"sizes-{shape}-{format}-decode", f"{label}, decode, batch 1", speed, *names, 1.1))
-        made.append(Goal(f"sizes-{shape}-{format}-prefill", f"{label}, prefill, 512 tokens", speed, *names, 1.5))
+        for work, (what, goal) in MEASURES.items():
+            made.append(Goal(f"sizes-{shape}-{format}-{work}", f"{label}, {what}", speed, *names, goal))
     ours, theirs = ("octavo q4_k_m",), ("llama.cpp q4_k_m",)
     made.append(Goal("gguf-http-8", "GGUF Q4_K_M, HTTP, 8 at a time", speed, ours, theirs, 1.5))
     for method in ("awq", "gptq"):

@@ -3,7 +3,8 @@
     python octavo_worker.py
 
 Orders: {"op": "load", "model": folder, "settings": of `EngineConfig`}, {"op": "generate", "prompts": token ids,
-"new": tokens of each answer, "beams": number}, {"op": "overhead", ...}, {"op": "first_token", "prompt": ids}.
+"new": tokens of each answer, "beams": number}, {"op": "hold", "prompt": ids} and then {"op": "advance", "new": tokens},
+{"op": "overhead", ...}, {"op": "first_token", "prompt": ids}.
 """
 
 from __future__ import annotations
@@ -62,6 +63,30 @@ def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[s
     outputs = _loaded[0].generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def hold(prompt: list[int]) -> dict[str, Any]:
+    """Compute a prompt, in place of the one before. Its answer begins, and goes on with `advance`."""
+    engine = _loaded[0].engine
+    engine.abort_request("held")
+    room = engine.info.max_model_len - len(prompt)
+    engine.add_request("held", prompt, SamplingParams(temperature=0.0, max_tokens=room, num_beams=1, ignore_eos=True))
+    while not _step(engine):
+        pass
+    return {}
+
+
+def advance(new: int) -> dict[str, Any]:
+    """Seconds of that many more tokens of the answer."""
+    engine, tokens = _loaded[0].engine, []
+    started = time.perf_counter()
+    while len(tokens) < new:
+        tokens += _step(engine)
+    return {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+def _step(engine: Any) -> list[int]:
+    return [token for delta in engine.step_deltas() for choice in delta.choices for token in choice.token_ids]
 
 
 def first_token(prompt: list[int]) -> dict[str, Any]:
@@ -127,4 +152,14 @@ def _timed(method: Callable[..., Any], part: str, spent: dict[str, float]) -> Ca
 
 
 if __name__ == "__main__":
-    serve({"load": load, "unload": unload, "generate": generate, "first_token": first_token, "overhead": overhead})
+    serve(
+        {
+            "load": load,
+            "unload": unload,
+            "generate": generate,
+            "hold": hold,
+            "advance": advance,
+            "first_token": first_token,
+            "overhead": overhead,
+        }
+    )

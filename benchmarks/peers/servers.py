@@ -1,9 +1,8 @@
-"""Servers on loopback, and the load that `octavo bench serve` would put on them."""
+"""Servers on loopback, and a closed load on them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import statistics
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from load.client import Client, Target
+from load.closed import send, streamed
+from load.record import Record
 
-from cli.bench.client import Client, Target
-from cli.bench.load import Load
-from cli.bench.record import Record
-from cli.bench.workload import Job
 from peers.engines import Files
 from peers.process import ROOT, Install, PeerError, child_environment, tail, vllm_environment
 
@@ -100,30 +98,18 @@ class Server:
         Raises:
             RuntimeError: one failed, or an answer does not have the length that was asked for.
         """
-        jobs = [self._job(index, prompt, tokens) for index, (prompt, tokens) in enumerate(shots)]
-        load = Load(self._client, "/v1/completions", timeout=600)
+        jobs = [streamed(index, *shot, **self._body) for index, shot in enumerate(shots)]
         started = time.perf_counter()
-        self._runner.run(load.closed(jobs, concurrency))
+        records = self._runner.run(send(self._client, "/v1/completions", jobs, concurrency))
         seconds = time.perf_counter() - started
-        for record in load.records:
+        for record in records:
             if record.failure is not None:
                 raise RuntimeError(f"{self.name}: a request failed: {record.failure}")
             if record.output_tokens != record.output_len:
                 raise RuntimeError(
                     f"{self.name}: {record.output_len} tokens were asked for, and {record.output_tokens} came"
                 )
-        return seconds, load.records
-
-    def _job(self, index: int, prompt: list[int], tokens: int) -> Job:
-        body = self._body | {
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return Job(index, None, len(prompt), tokens, json.dumps(body).encode())
+        return seconds, records
 
     def close(self) -> None:
         """End the server."""
@@ -186,7 +172,7 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
 
 def first_token_ms(records: Iterable[Record]) -> float:
     """Median time to the first token, in milliseconds."""
-    return statistics.median(((record.first or record.ended) - record.scheduled) * 1e3 for record in records)
+    return statistics.median(((record.first or record.ended) - record.sent) * 1e3 for record in records)
 
 
 def _is_ready(url: str) -> bool:

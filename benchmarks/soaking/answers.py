@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from cli.bench.sse import DONE, SseDecoder
+from load.sse import DONE, SseDecoder
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Choice:
 
 
 class Answer:
-    """Takes an answer as it arrives (a sink of `cli.bench.client.Client`).
+    """Takes an answer as it arrives (a sink of `load.client.Client`).
 
     Attributes:
         status: 0 until the head has come.

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cli.bench.client import Client, TransportError
+from load.client import Client, TransportError
+
 from soaking.answers import Answer, Choice
 from soaking.cases import COMPLETIONS, Case
 from soaking.comparing import differences, vector_differences
@@ -64,8 +65,23 @@ class _Leaver(Answer):
             raise _LeftError
 
 
+class _Announcer(Answer):
+    """An answer that sets an event as soon as its first data has come."""
+
+    def __init__(self, begun: asyncio.Event):
+        super().__init__()
+        self._begun = begun
+
+    def on_data(self, data: bytes, when: float) -> None:
+        super().on_data(data, when)
+        self._begun.set()
+
+
 class Clients:
     """What the clients have in common.
+
+    Attributes:
+        long_stream: set each time that one of the longest answers begins to arrive as a stream.
 
     Args:
         known: the cases, with their answers.
@@ -93,6 +109,9 @@ class Clients:
         self._numbers = itertools.count()
         self._label = label
         self._kept = Client(service.target)
+        self.long_stream = asyncio.Event()
+        lengths = sorted(_num_tokens(one) for one in known if one.case.streams)
+        self._long = lengths[-len(lengths) // 4] if lengths else 0
 
     def close(self) -> None:
         """Close the connections that are kept."""
@@ -103,7 +122,9 @@ class Clients:
     async def ask(self) -> None:
         """One request, streamed or not, over a kept connection or a new one; the answer is taken whole."""
         known = self._rng.choice(self._known)
-        await self._exchange(known, Answer(), stream=known.case.streams and self._rng.random() < 0.7)
+        stream = known.case.streams and self._rng.random() < 0.7
+        is_long = stream and _num_tokens(known) >= self._long
+        await self._exchange(known, _Announcer(self.long_stream) if is_long else Answer(), stream=stream)
 
     async def leave(self) -> None:
         """One that closes the connection: a stream after some events, a whole answer after a moment."""
@@ -273,6 +294,11 @@ class Clients:
             return []
         self._ledger.compared += 1
         return vector_differences(known.body, answer.body() or {})
+
+
+def _num_tokens(known: Known) -> int:
+    """Tokens of the longest choice of an answer."""
+    return max((len(choice.token_ids) for choice in known.choices.values()), default=0)
 
 
 async def ask_alone(service: Service, cases: Sequence[Case], patience: float) -> tuple[list[Known], list[str]]:

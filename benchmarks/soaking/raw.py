@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 import httptools
+from load.client import Target
 
-from cli.bench.client import Target
 from soaking.answers import Answer
 
 

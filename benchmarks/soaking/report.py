@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from cli.bench.report import machine
 from soaking.checks import slope
 from soaking.running import Found, Plan
 from soaking.shapes import Shapes
@@ -21,7 +23,7 @@ def report(found: Found, plan: Plan, shapes: Shapes, model: str) -> dict[str, An
     ledger = found.ledger
     return {
         "benchmark": "soak",
-        "machine": machine(),
+        "machine": _machine(),
         "model": model,
         "workload": shapes.source,
         "plan": asdict(plan),
@@ -40,4 +42,15 @@ def report(found: Found, plan: Plan, shapes: Shapes, model: str) -> dict[str, An
         "memory_mib_per_hour": {name: slope(samples, plan.tolerances) for name, samples in found.samples.items()},
         "num_violations": len(found.violations),
         "violations": found.violations[:_SHOWN],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
     }

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from cli.bench.client import Client, TransportError
+from load.client import Client, TransportError
+
 from soaking import checks
 from soaking.cases import heavy_case, make_cases
 from soaking.checks import Metrics, Sample, Tolerances, Usage
@@ -157,7 +158,7 @@ class Soak:
             (0.10, lambda: clients.blunder(self._rng.choice(wrong))),
         ]
         try:
-            async with self._killing(found), asyncio.TaskGroup() as group:
+            async with self._killing(found, clients.long_stream), asyncio.TaskGroup() as group:
                 for _ in range(plan.num_clients):
                     group.create_task(self._client(behaviours))
                 group.create_task(self._repeat(clients.starve))
@@ -203,18 +204,18 @@ class Soak:
     # ------------------------------------------------------------ faults
 
     @contextlib.asynccontextmanager
-    async def _killing(self, found: Found) -> AsyncIterator[None]:
+    async def _killing(self, found: Found, long_stream: asyncio.Event) -> AsyncIterator[None]:
         """Kill the engine now and then meanwhile; at the end the last successor serves."""
         if self._service.process is None or not self._plan.kill_every:
             yield
             return
-        killer = asyncio.create_task(self._kill_now_and_then(found))
+        killer = asyncio.create_task(self._kill_now_and_then(found, long_stream))
         try:
             yield
         finally:
             await killer
 
-    async def _kill_now_and_then(self, found: Found) -> None:
+    async def _kill_now_and_then(self, found: Found, long_stream: asyncio.Event) -> None:
         every, begin = self._plan.kill_every, time.monotonic()
         calm = [begin + share * (self._end - begin) for share in self._plan.calm or ()]
         while True:
@@ -224,6 +225,10 @@ class Soak:
             # Not at the very end: the last successor shall have worked, too.
             if self._end - time.monotonic() < every / 4 or not self._goes_on():
                 return
+            # A kill must cut a stream, so it waits until a long one has begun. Chance alone missed them at times.
+            long_stream.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(long_stream.wait(), every / 4)
             await self._kill(found)
 
     async def _kill(self, found: Found) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.bench.client import Client, Target, TransportError
+from load.client import Client, Target, TransportError
+
 from soaking.checks import Metrics, Usage
 
 ROOT = Path(__file__).resolve().parents[2]

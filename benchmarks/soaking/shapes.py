@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from cli.bench.trace import TraceRow, read_trace
 from cli.errors import BenchError
+from soaking.traces import TraceRow, read_trace
 
 _ROWS = 5000  # of each trace
 _TALE = (
@@ -44,8 +44,7 @@ def synthetic(rng: random.Random) -> Shapes:
 
 
 def from_folder(folder: Path, rng: random.Random) -> Shapes:
-    """From all traces (CSV or JSON lines, as `octavo bench serve --trace` reads them) in a folder and below it. What
-    they lack is made up.
+    """From all traces in a folder and below it. What they lack is made up.
 
     Raises:
         BenchError: there is no trace at all.
@@ -56,7 +55,7 @@ def from_folder(folder: Path, rng: random.Random) -> Shapes:
     for path in sorted([*folder.rglob("*.csv"), *folder.rglob("*.jsonl")]):
         try:
             found = read_trace(path, _ROWS)
-        except BenchError:
+        except ValueError:
             continue  # another kind of file
         rows += found
         names.append(path.name)

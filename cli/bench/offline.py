@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from cli import version
-from cli.bench.cli import add_concurrency, add_plot, check_files
+from cli.bench.figures import Level, Record, show
 from cli.bench.lengths import FORMS, Lengths, parse_lengths
-from cli.bench.outcome import progress, report
-from cli.bench.prompts import TokenPrompts
-from cli.bench.record import Failure, Record
-from cli.bench.report import Facts, Run
 from cli.errors import BenchError, OptionError
 from cli.settings import SettingsParser
 from cli.terminal.style import say
@@ -33,7 +32,7 @@ DESCRIPTION = """\
 Measure the engine in this process, without a server or HTTP. Requests of random tokens run at a fixed concurrency: when
 one ends, the next begins. Answers are greedy and have full length. Without MODEL, the bundled model is measured.
 
-  octavo bench offline --concurrency 1,2,4,8,16 --plot plots
+  octavo bench offline --concurrency 1,2,4,8,16
   octavo bench offline path/to/model --dtype bfloat16 --input-len 256 --output-len 64:128
 """
 _LEVELS = (1, 2, 4, 8, 16, 32)
@@ -43,8 +42,11 @@ def offline_parser() -> SettingsParser:
     """The engine's settings, and those of the measurement."""
     made = SettingsParser(PROG, DESCRIPTION, names={*ENGINE_FIELDS, "config", "demo"})
     add = made.add_argument_group("load").add_argument
-    add_concurrency(
-        add, f"concurrent requests; several values are measured one after the other [{','.join(map(str, _LEVELS))}]"
+    add(
+        "--concurrency",
+        type=_levels,
+        metavar="N,N",
+        help=f"concurrent requests; several values are measured one after the other [{','.join(map(str, _LEVELS))}]",
     )
     add(
         "--num-requests",
@@ -58,9 +60,19 @@ def offline_parser() -> SettingsParser:
     add = made.add_argument_group("report").add_argument
     add("--json", type=Path, metavar="FILE", help="write all results and settings to this file")
     add("--save-requests", action="store_true", help="with --json: include a row per request")
-    add_plot(add)
     add("--quiet", action="store_true", help="do not show a progress bar")
     return made
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1 or len(set(levels)) < len(levels):
+        rule = "must be an integer of at least 1, or several different ones as 1,2,4,8"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return levels
 
 
 def run(arguments: list[str]) -> int:
@@ -74,7 +86,7 @@ def run(arguments: list[str]) -> int:
     except (ConfigError, OptionError) as problem:
         parser.error(str(problem))
     try:
-        shows = loaded.engine.show_progress and sys.stderr.isatty() and not args.quiet
+        shows = loaded.engine.show_progress is not False and sys.stderr.isatty() and not args.quiet
         return _measure(args, replace(loaded.engine, show_progress=shows), *lengths)
     except (BenchError, OctavoError) as problem:
         say(PROG, " ".join(str(problem).split()))
@@ -91,7 +103,8 @@ def _check(args: argparse.Namespace) -> tuple[Lengths, Lengths]:
             raise OptionError(f"--{name.replace('_', '-')} must be at least {low}, got {value}.")
     if args.save_requests and args.json is None:
         raise OptionError("--save-requests needs --json.")
-    check_files(args)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise OptionError(f"--json {args.json}: the folder does not exist.")
     return parse_lengths(args.input_len, "--input-len"), parse_lengths(args.output_len, "--output-len")
 
 
@@ -102,23 +115,24 @@ def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_l
     try:
         load = _Load(engine, input_len, output_len, seed=config.seed or 0)
         load.check()
-        levels = args.concurrency or tuple(level for level in _LEVELS if level <= engine.info.max_num_seqs)
+        chosen = args.concurrency or tuple(level for level in _LEVELS if level <= engine.info.max_num_seqs)
         if args.warmup:
-            load.run("warm-up", args.warmup, min(args.warmup, 2), lambda: None)
-        runs: list[Run] = []
+            load.run("warm-up", args.warmup, min(args.warmup, 2), quiet=True)
+        levels: list[Level] = []
         stopped = False
-        for level in levels:
-            count = args.num_requests or max(8, 4 * level)
+        for concurrency in chosen:
+            count = args.num_requests or max(8, 4 * concurrency)
             cpu = time.process_time()
-            with progress(count, level if len(levels) > 1 else None, quiet=args.quiet) as on_end:
-                stopped = not load.run(f"run {level}", count, level, on_end)
-            runs.append(Run(level, load.records, _facts(engine, args, level, count, time.process_time() - cpu)))
+            stopped = not load.run(f"run {concurrency}", count, concurrency, quiet=args.quiet)
+            cpu = time.process_time() - cpu
+            settings = _settings(engine, args, concurrency, count)
+            levels.append(Level(load.records, settings, _server(engine), cpu))
             if stopped:
                 print("Stopped; this is what was measured until then.", file=sys.stderr)
                 break
     finally:
         engine.close()
-    status = report(args, runs)
+    status = _report(args, levels)
     return 130 if stopped else status
 
 
@@ -135,7 +149,7 @@ class _Load:
         self._output_len = output_len
         self._seed = seed
         info = engine.info
-        self._prompts = TokenPrompts(range(info.encoder_vocab_size or info.vocab_size))
+        self._vocabulary = range(info.encoder_vocab_size or info.vocab_size)
         self.records: list[Record] = []
 
     def check(self) -> None:
@@ -164,42 +178,43 @@ class _Load:
                 f"{room} of {what}. Lower one of them."
             )
 
-    def run(self, name: str, count: int, level: int, on_end: Any) -> bool:
-        """Run `count` requests, `level` at a time; whether all came to their end."""
+    def run(self, name: str, count: int, concurrency: int, *, quiet: bool) -> bool:
+        """Run `count` requests; whether all came to their end. A level's prompts are its own: what one level has
+        left in the prefix cache does not help another."""
         self.records = []
         running: dict[str, Record] = {}
         jobs = self._jobs(name, count)
-        try:
-            while True:
-                while len(running) < level and (job := next(jobs, None)) is not None:
-                    self._begin(*job, running)
-                if not running:
-                    return True
-                self._step(running, on_end)
-        except KeyboardInterrupt:
-            for request_id, record in running.items():
-                record.failure = Failure("interrupted", "the benchmark was stopped")
-                self._engine.abort_request(request_id)
-            return False
+        hidden = quiet or not sys.stderr.isatty()
+        with tqdm(total=count, desc=f"{concurrency} at a time", unit=" requests", disable=hidden, leave=False) as bar:
+            try:
+                while True:
+                    while len(running) < concurrency and (job := next(jobs, None)) is not None:
+                        self._begin(*job, running)
+                    if not running:
+                        return True
+                    bar.update(self._step(running))
+            except KeyboardInterrupt:
+                for request_id, record in running.items():
+                    record.failure = ("interrupted", "the benchmark was stopped")
+                    self._engine.abort_request(request_id)
+                return False
 
     def _jobs(self, name: str, count: int) -> Iterator[tuple[str, list[int], int]]:
         for index in range(count):
             rng = random.Random(f"{self._seed} {name} {index}")
-            length = self._input_len.draw(rng)
-            yield f"{name} {index}", self._prompts.make(rng, length), self._output_len.draw(rng)
+            prompt = rng.choices(self._vocabulary, k=self._input_len.draw(rng))
+            yield f"{name} {index}", prompt, self._output_len.draw(rng)
 
     def _begin(self, request_id: str, prompt: list[int], tokens: int, running: dict[str, Record]) -> None:
         params = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0.0, num_beams=1, ignore_eos=True)
-        now = time.perf_counter()
-        record = Record(
-            index=len(self.records), input_len=len(prompt), output_len=tokens, scheduled=now, sent=now,
-            prompt_tokens=len(prompt),
-        )  # fmt: skip
+        record = Record(prompt_tokens=len(prompt), started=time.perf_counter())
         self.records.append(record)
         running[request_id] = record
         self._engine.add_request(request_id, prompt, params)
 
-    def _step(self, running: dict[str, Record], on_end: Any) -> None:
+    def _step(self, running: dict[str, Record]) -> int:
+        """Run one step; how many requests it ended."""
+        before = len(running)
         deltas = self._engine.step_deltas()
         now = time.perf_counter()
         for delta in deltas:
@@ -208,27 +223,48 @@ class _Load:
             if tokens:
                 record.times.append(now)
                 record.counts.append(tokens)
-            record.cached_tokens = max(record.cached_tokens or 0, delta.num_cached_tokens)
+            record.cached_tokens = max(record.cached_tokens, delta.num_cached_tokens)
             if delta.error is not None:
-                record.failure = Failure("engine", delta.error)
+                record.failure = ("engine", delta.error)
             if delta.finished:
-                record.ended, record.completion_tokens = now, sum(record.counts)
+                record.ended = now
                 del running[delta.request_id]
-                on_end()
+        return before - len(running)
 
 
-def _facts(engine: Engine, args: argparse.Namespace, level: int, count: int, cpu: float) -> Facts:
+def _settings(engine: Engine, args: argparse.Namespace, concurrency: int, count: int) -> dict[str, Any]:
     info = engine.info
-    settings = {
-        "concurrency": level, "num_requests": count, "input_len": args.input_len, "output_len": args.output_len,
+    return {
+        "concurrency": concurrency, "num_requests": count, "input_len": args.input_len, "output_len": args.output_len,
         "warmup": args.warmup, "dtype": info.dtype, "quantization": info.quantization, "device": info.device,
         "kv_cache_dtype": info.kv_cache_dtype, "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,
     }  # fmt: skip
-    what = f"{info.quantization or info.dtype} on {info.device}, in this process"
+
+
+def _server(engine: Engine) -> dict[str, Any]:
+    info = engine.info
     path = Path(info.model).resolve()
     name = path.name if path.is_dir() else info.model
     if path.parent == DEMO_MODEL.parent:
         name = f"the bundled model {name}"
-    server = {"url": what, "model": name, "version": version(), "max_model_len": info.max_model_len}
-    return Facts(settings=settings, server=server, client_cpu_seconds=cpu, loop="none", benchmark="offline")
+    place = f"{info.quantization or info.dtype} on {info.device}, in this process"
+    return {"url": place, "model": name, "version": version(), "max_model_len": info.max_model_len}
+
+
+def _report(args: argparse.Namespace, levels: Sequence[Level]) -> int:
+    """Print the table and write --json; 1 if no request succeeded."""
+    summaries = [level.summary() for level in levels]
+    show(levels[0].server, summaries)
+    if args.json is not None:
+        documents = [
+            found | ({"rows": level.rows()} if args.save_requests else {})
+            for found, level in zip(summaries, levels, strict=True)
+        ]
+        whole = documents[0] if len(levels) == 1 else {"benchmark": "offline", "levels": documents}
+        try:
+            args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        except OSError as problem:
+            raise BenchError(f"--json {args.json}: {problem.strerror or problem}.") from None
+        print(f"\nWritten to {args.json}.")
+    return 0 if any(found["requests"]["completed"] for found in summaries) else 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cli.terminal.paragraphs import filled
 from cli.terminal.style import is_rich
 
 if TYPE_CHECKING:
@@ -56,12 +57,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "measuring",
-        "measure latency and throughput",
+        "measure latency and throughput of the engine",
         f"{__name__}.bench",
-        kinds=(
-            ("serve", "send load to any OpenAI-compatible server"),
-            ("offline", "measure the engine in this process, without a server"),
-        ),
+        kinds=(("offline", "measure the engine in this process, without a server"),),
     ),
     "quantize": Command(
         "converting",
@@ -99,14 +97,14 @@ Serve transformer models over HTTP, or use them in the terminal.
 """
 _FOOT = """\
 flags:
-  -h, --help     show this help; octavo COMMAND --help shows the flags of a command
+  -h, --help     show this help; octavo COMMAND --help lists its flags
   --version      show the version
   --no-color     print plain text, as with NO_COLOR
 
 first steps:
-  octavo chat                            chat with the bundled model
-  octavo serve                           serve it on http://127.0.0.1:8000
-  octavo complete "Once upon a time"     complete with that server, or with a model loaded here
+  octavo chat                          chat with the bundled model
+  octavo serve                         serve it on http://127.0.0.1:8000
+  octavo complete "Once upon a time"   use that server, or load the model here
 """
 
 
@@ -122,9 +120,10 @@ def overview() -> str:
 
 def print_overview() -> None:
     """Print it, in colours where they are wanted."""
+    text = filled(overview(), sys.stdout)
     if not is_rich():
-        print(overview(), end="")
+        print(text, end="")
         return
     from cli.terminal.parser import print_coloured
 
-    print_coloured(overview(), sys.stdout)
+    print_coloured(text, sys.stdout)

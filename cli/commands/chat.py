@@ -16,9 +16,9 @@ DESCRIPTION = """\
 Chat with a model in the terminal. In the chat, /help lists the commands, Ctrl-C stops an answer and Ctrl-D leaves.
 If stdin is a pipe, each line is a message and stdout gets only the answers.
 
-  octavo chat                                    the server on this machine, else the bundled model
-  octavo chat path/to/model --dtype bfloat16     load a model for this chat
-  octavo chat --url http://gpu-box:8000          a server on another machine
+  octavo chat                             the local server, or the bundled model
+  octavo chat path/to/model.gguf          load a model for this chat
+  octavo chat --url http://gpu-box:8000   a server on another machine
   echo "Who sings?" | octavo chat --seed 7
 """
 
@@ -59,4 +59,4 @@ def run(arguments: list[str]) -> int:
     """Talk. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
     made = parser()
     given = made.parse_args(arguments)
-    return talk(PROG, given, chatting(made, given))
+    return talk(PROG, given, chatting(made, given), chats=True)

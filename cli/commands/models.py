@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def families() -> list[dict[str, Any]]:
-    """What each family is called, brings, and serves."""
+    """The name, the features and the tasks of each family."""
     rows: list[dict[str, Any]] = json.loads(_LISTED.read_text(encoding="utf-8"))
     return rows
 
@@ -88,7 +88,7 @@ def _is_checkpoint(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What is known of a checkpoint: lines for people, values for programs."""
+    """Facts about a checkpoint: lines for people, values for programs."""
 
     supported: bool
     message: str
@@ -145,18 +145,19 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
-    weights = f"{_mebi(facts.weights)} in {facts.quantization or facts.dtype}, on {facts.device}"
+    form = "packed as stored" if facts.quantization == "stored" else f"in {facts.quantization or facts.dtype}"
+    weights = f"{_mebi(facts.weights)} {form}, on {facts.device}"
     if facts.weights_as_stored and facts.quantization is None:
         weights += f"; {_mebi(facts.weights_as_stored)} with --quantization stored"
     shown.append(("weights", weights, facts.weights))
     if facts.num_blocks:
         tokens = facts.num_blocks * facts.block_size
-        pages = f"{facts.num_blocks} of {facts.block_size} tokens, {_mebi(facts.pages)} in {facts.kv_cache_dtype}"
+        pages = f"{tokens} tokens: {facts.num_blocks} pages of {facts.block_size} tokens, {_mebi(facts.pages)}"
         length = facts.max_model_len + (facts.max_encoder_len or 0)
         shown += [
-            ("pages", f"{pages}: {tokens} tokens", facts.num_blocks),
-            ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time; a step runs at most "
-             f"{facts.max_num_seqs}", facts.full_requests),
+            ("pages", f"{pages} in {facts.kv_cache_dtype}", facts.num_blocks),
+            ("requests", f"{facts.full_requests:.1f} requests of {length} tokens fit; at most {facts.max_num_seqs} run "
+             "at the same time", facts.full_requests),
         ]  # fmt: skip
     if facts.resident:
         taken = (
@@ -165,7 +166,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         )
         shown.append(("at rest", taken, facts.resident))
     shown += [
-        ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} free",
+        ("memory", f"{_mebi(facts.weights + facts.pages)} for weights and pages; {_mebi(facts.free)} are free",
          facts.weights + facts.pages),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),

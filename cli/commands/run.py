@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
         made.error(f"--port must be from 0 to 65535, got {given.port}")
 
     def serve() -> int:
-        with serving(given.model, loading(given), (given.host, given.port)) as model:
+        with serving(given.model, loading(given), (given.host, given.port), chats=True) as model:
             return chat(model)
 
     return talking(PROG, serve)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from cli import version
 from cli.settings import SettingsParser, load, settings_parser
+from cli.terminal.style import say
 
 
 def parser() -> SettingsParser:
@@ -24,5 +23,5 @@ def run(arguments: list[str]) -> int:
         return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes)
     except (OctavoError, StartupError) as problem:
         paragraph = " ".join(line.strip() for line in str(problem).splitlines())  # libraries' messages have several
-        print(f"octavo: cannot start: {paragraph}", file=sys.stderr)
+        say("octavo", f"cannot start: {paragraph}")
         return 1

@@ -1,4 +1,4 @@
-"""What can stand on a command line, read off the parsers."""
+"""The words that can stand on a command line, taken from the parsers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LENGTH = 70  # characters of a description
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What follows a flag, or stands alone.
+    """An argument that follows a flag, or stands alone.
 
     Attributes:
         name: as the help has it.

@@ -16,7 +16,7 @@ _LEFT = 256  # tokens that an answer should have at least, or a quarter of the c
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said, in OpenAI's messages; `system`, if any, stands before them."""
+    """The messages of a conversation in OpenAI's format; `system`, if any, stands before them."""
 
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """How often the user has spoken."""
+        """The number of messages from the user."""
         return sum(message["role"] == "user" for message in self.messages)
 
     def say(self, role: str, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cli.errors import NoServerError, TalkError
 from cli.talking.options import default_key, default_url, loading
 from cli.terminal.style import note, say
-from engine import ModelLoadError, find_here
+from engine import ModelLoadError, find_here, lacks_chat_template
 from server.config.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The model's place, in words."""
         return "loaded here" if self.here else f"at {self.wire.place.url}"
 
     @property
@@ -64,12 +64,12 @@ class Model:
         if not isinstance(endpoints, list) or endpoint in endpoints:
             return
         if COMPLETIONS in endpoints:
-            kind = "is an encoder-decoder model and does not support conversations"
-            if not self.encodes:
-                kind = "has no chat template, so it does not support conversations"
             complete = f"octavo complete{' --model MODEL' if self.here else self._same()} PROMPT"
-            other = "" if self.encodes else ". If you know its template, set --chat-template"
-            raise TalkError(f"{self.id} {kind}. Use: {complete}{other}")
+            if not self.encodes:
+                raise TalkError(_no_template(self.id, complete))
+            raise TalkError(
+                f"{self.id} is an encoder-decoder model and does not support conversations. Use: {complete}"
+            )
         tasks = ", ".join(self.card.get("tasks") or ()) or "other things"
         served = ", ".join(endpoints) or "none"
         raise TalkError(
@@ -78,7 +78,7 @@ class Model:
         )
 
     def count(self, body: dict[str, Any]) -> int | None:
-        """How many tokens a prompt or messages have; None if the server cannot say."""
+        """The number of tokens of a prompt or of messages; None if the server cannot say."""
         try:
             answer = self.wire.json("POST", "/tokenize", {"model": self.id, **body})
         except TalkError:
@@ -105,13 +105,17 @@ class Model:
         return "" if self.here else f" --url {self.wire.place.url}"
 
 
-def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int]) -> int:
-    """Open the model that the flags name and talk with it; the command's status, see `talking`."""
+def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int], *, chats: bool = False) -> int:
+    """Open the model that the flags name and talk with it; the command's status, see `talking`.
+
+    Args:
+        chats: a model without a chat template is refused before it is loaded.
+    """
 
     def talk() -> int:
         with open_model(
             given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
-            timeout=given.timeout, loading=loading(given),
+            timeout=given.timeout, loading=loading(given), chats=chats,
         ) as model:  # fmt: skip
             return with_model(model)
 
@@ -132,7 +136,14 @@ def talking(prog: str, talk: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def open_model(
-    name: str | None, url: str | None, *, api_key: str | None, default_url: str, timeout: float, loading: list[str]
+    name: str | None,
+    url: str | None,
+    *,
+    api_key: str | None,
+    default_url: str,
+    timeout: float,
+    loading: list[str],
+    chats: bool = False,
 ) -> Iterator[Model]:
     """The model that was meant: a server's, if a URL was given, or if one serves where it does by default and no
     model was named; else the named one or the bundled one, loaded here and gone with the block.
@@ -168,13 +179,18 @@ def open_model(
             return
     if name is None and not loading:
         note(f"No server answers at {default_url}; loading {_named(name)}.")
-    with serving(name, loading, timeout=timeout) as model:
+    with serving(name, loading, timeout=timeout, chats=chats) as model:
         yield model
 
 
 @contextlib.contextmanager
 def serving(
-    name: str | None, loading: list[str], address: tuple[str, int] | None = None, *, timeout: float = 600.0
+    name: str | None,
+    loading: list[str],
+    address: tuple[str, int] | None = None,
+    *,
+    timeout: float = 600.0,
+    chats: bool = False,
 ) -> Iterator[Model]:
     """A model that is loaded here, and gone with the block.
 
@@ -182,6 +198,7 @@ def serving(
         name: a folder, a GGUF file or a hub id; None: the bundled one.
         loading: further flags of `octavo serve`.
         address: host and port to serve at; None: only this process reaches it.
+        chats: refuse a model without a chat template.
 
     Raises:
         TalkError: it cannot be loaded.
@@ -191,12 +208,28 @@ def serving(
 
     if name is not None:
         try:
-            find_here(name)  # a wrong name is known before any process starts
+            found = find_here(name)  # a wrong name is known before any process starts
         except ModelLoadError as problem:
             raise TalkError(str(problem)) from None
+        if chats and found is not None and not _sets_template(loading) and lacks_chat_template(found):
+            raise TalkError(_no_template(name, f"octavo complete --model {name} PROMPT"))
     with private_server([*([name] if name else []), *loading], _named(name), address) as place:
         model = _of_server(Wire(place, None if address is None else default_key(), timeout), None)
         yield Model(model.wire, model.id, model.card, here=address is None)
+
+
+def _sets_template(loading: list[str]) -> bool:
+    """Whether flags, variables or a file of settings may give the model a template."""
+    return any(flag.startswith("--chat-template=") for flag in loading) or any(
+        os.environ.get(f"OCTAVO_{name}") for name in ("CHAT_TEMPLATE", "TOKENIZER", "CONFIG")
+    )
+
+
+def _no_template(name: str, complete: str) -> str:
+    return (
+        f"{name} has no chat template, so it does not support conversations. Use: {complete}. If you know its "
+        "template, set --chat-template, for example to chatml"
+    )
 
 
 def _named(name: str | None) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from typing import Any, get_args, get_type_hints
 
 from cli.terminal.parser import OneLineParser
-from engine import FILTERS, NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
+from engine import FILTERS, MAX_STOP_STRINGS, NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
 from server.config.wording import field_docs
 
 SAMPLING = ("max_tokens", *(column.name for column in FILTERS), "seed", "stop", "min_tokens")
@@ -35,9 +36,14 @@ _DOCS = field_docs(SamplingParams) | {
     "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
     "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's "
     "default]",
+    "presence_penalty": "amount subtracted from the logit of each token that the answer contains, from -2 to 2 [0]",
+    "frequency_penalty": "amount subtracted from a token's logit for each occurrence in the answer, from -2 to 2 [0]",
     "seed": "makes the answer reproducible",
+    "stop": f"text that ends the answer. Repeat the flag for several texts, at most {MAX_STOP_STRINGS}. Not allowed "
+    "with beams",
     "num_beams": "beam search with this many beams: finds a more probable answer, without sampling",
 }
+_DEFAULT = re.compile(r"(?: \(|; )([\d.]+)\)$")  # of a field, at the end of its sentence
 _EARLY: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 
@@ -75,7 +81,7 @@ def _seconds(text: str) -> float:
 
 
 def add_decoding(parser: OneLineParser, *, beams: bool) -> None:
-    """How answers are decoded; the help is `SamplingParams`'."""
+    """Add the flags for decoding; their help is that of `SamplingParams`."""
     _add(parser, "sampling", SAMPLING)
     _add(parser, "penalties", PENALTIES)
     if beams:
@@ -85,17 +91,25 @@ def add_decoding(parser: OneLineParser, *, beams: bool) -> None:
 def _add(parser: OneLineParser, title: str, names: tuple[str, ...]) -> None:
     group = parser.add_argument_group(title)
     for name in names:
-        about = _DOCS[name].replace("%", "%%")
+        about = _about(name).replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if name == "stop":
-            group.add_argument(
-                flag, action="append", metavar="TEXT", help=f"{about} Repeat the flag for several strings."
-            )
+            group.add_argument(flag, action="append", metavar="TEXT", help=about)
         elif name == "early_stopping":
             group.add_argument(flag, choices=tuple(_EARLY), help="when beam search stops [false]")
         else:
             kind = int if NUMBER_RANGES[name].integer else float
             group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=about)
+
+
+def _about(name: str) -> str:
+    """The help of a flag, with its default in brackets, as in the help of all flags."""
+    text = _DOCS[name]
+    default = _DEFAULT.search(text.removesuffix("."))
+    if default is None:
+        return text
+    closing = ")" if default[0].startswith(";") else ""  # what stands before the default needs it
+    return f"{text[: default.start()]}{closing} [{float(default[1]):g}]"
 
 
 def decoding(given: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +162,7 @@ def loading(given: argparse.Namespace) -> list[str]:
 
 
 def default_url() -> str:
-    """Where `octavo serve` serves by default."""
+    """The default address of `octavo serve`."""
     return f"http://127.0.0.1:{default_port()}"
 
 

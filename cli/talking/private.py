@@ -28,7 +28,7 @@ _LAST_WORDS = 10.0  # seconds that the child gets to stop
 
 @contextlib.contextmanager
 def private_server(arguments: Sequence[str], what: str, address: tuple[str, int] | None = None) -> Iterator[Place]:
-    """Where the model is served, until the end of the block.
+    """Serve a model until the end of the block, and give its place.
 
     Args:
         arguments: of `octavo serve`; the engine's variables (OCTAVO_DTYPE ...) count, too.
@@ -85,7 +85,7 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
 def _own() -> dict[str, str]:
     """The variables that the child gets in any case."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console"}
+    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What can be done in a chat besides talking: lines that begin with a slash."""
+"""The commands of a chat: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Slash:
 
     def completions(self, before: str, word: str) -> list[str]:
         """Completions of a word: commands at the beginning of a line, settings after /set."""
-        known = [f"/{name}" for name in self._commands] if not before and word.startswith("/") else []
+        known = [f"/{name}" for name in (*self._commands, *_NUMBERS)] if not before and word.startswith("/") else []
         if before.split() == ["/set"]:
             known = list(_NUMBERS)
         return [name for name in known if name.startswith(word)]
@@ -52,8 +52,10 @@ class Slash:
         """
         name, _, rest = line[1:].partition(" ")
         command = self._commands.get({"quit": "exit", "bye": "exit", "clear": "reset", "?": "help"}.get(name, name))
+        if command is None and (setting := name.partition("=")[0].replace("-", "_")) in _NUMBERS:
+            return self._do_set(f"{setting} {name.partition('=')[2]} {rest}"), None
         if command is None:
-            near = did_you_mean(name, self._commands).replace("mean ", "mean /") or "; /help lists them"
+            near = did_you_mean(name, (*self._commands, *_NUMBERS)).replace("mean ", "mean /") or "; /help lists them"
             raise TalkError(f"unknown command /{name}{near} (to send a line that begins with a slash, type //)")
         result = command(rest.strip())
         return result if isinstance(result, tuple) else (result, None)
@@ -91,7 +93,7 @@ class Slash:
         return "", text
 
     def _do_set(self, rest: str) -> str:
-        """/set [NAME VALUE]     show the sampling settings, or change one: /set temperature 0.7, /set seed default"""
+        """/set [NAME VALUE]     show the sampling settings, or change one: /set temperature 0.7 or /temperature 0.7"""
         if not rest:
             shown = [f"{name} = {value}" for name, value in self._settings.items()]
             return "\n".join(shown) or f"All settings have the model's defaults. Available: {', '.join(_NUMBERS)}."
@@ -100,6 +102,8 @@ class Slash:
         if name not in _NUMBERS:
             near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
             raise TalkError(f"unknown setting {name}{near}")
+        if not text:
+            return f"{name} = {self._settings.get(name, 'default')}. To change it: /set {name} VALUE, or default."
         if text == "default":
             self._settings.pop(name, None)
             return f"{name} is reset to the model's default."

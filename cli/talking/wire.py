@@ -24,7 +24,7 @@ _EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server is.
+    """The place of a server.
 
     Attributes:
         url: as it is shown, without /v1.
@@ -38,7 +38,7 @@ class Place:
 
     @classmethod
     def parse(cls, url: str) -> Place:
-        """From a URL, with or without /v1 at its end; http:// may be left out.
+        """Parse a URL, with or without /v1 at its end; http:// may be left out.
 
         Raises:
             TalkError: it is no http or https URL.

@@ -1,1 +1,1 @@
-"""What all commands share: parsers of arguments, near names, and how output looks in a terminal and in a pipe."""
+"""The common parts of all commands: parsers of arguments, near names, and output in a terminal and in a pipe."""

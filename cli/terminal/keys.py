@@ -10,7 +10,7 @@ from cli.terminal.ending import set_terminal, terminal_settings
 
 @contextlib.contextmanager
 def keys_kept() -> Iterator[None]:
-    """Within the block, keys are not echoed; the next reader of the terminal gets them. Ctrl-C works, and discards
+    """Stop the echo of keys within the block; the next reader of the terminal gets them. Ctrl-C works, and discards
     them."""
     settings = terminal_settings()
     if settings is None:

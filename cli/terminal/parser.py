@@ -6,9 +6,11 @@ import argparse
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cli.terminal.style import PLAIN_FLAG, console, is_rich, styled
+from cli.terminal.paragraphs import fill
+from cli.terminal.style import PLAIN_FLAG, console, is_rich, problem_text
 from server.config.wording import did_you_mean
 
 _KINDS = {"int": "an integer", "float": "a number", "Path": "a path"}
@@ -17,6 +19,7 @@ _WRONG_KIND = re.compile(r"argument (?P<name>[^:]+): invalid (?P<kind>\w+) value
 _WRONG_CHOICE = re.compile(r"argument (?P<name>[^:]+): invalid choice: (?P<value>.+?) \(choose from (?P<known>.+)\)")
 _NO_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
 _RULE = re.compile(r"^argument (--[\w-]+): must\b")
+_DEFAULT = re.compile(r" \(default:? ((?:[^()]|\([^()]*\))*)\)\.?(?= \(OCTAVO_|$)")
 _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
@@ -34,10 +37,10 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say so and end the process."""
         text = " ".join(_better(message).split()).rstrip(".")
-        self.exit(2, f"{styled(self.prog, 'bold red', sys.stderr)}: {text} (see {self.prog} --help)\n")
+        self.exit(2, problem_text(self.prog, f"{text} (see {self.prog} --help)") + "\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; an unknown flag, or one argument too many, ends the process."""
+        """Parse as argparse does; an unknown flag, or one argument too many, ends the process."""
         given, rest = self.parse_known_args(args, namespace)
         for argument in rest:
             if argument.startswith("-") and argument != "-":
@@ -68,10 +71,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class WholeFlags(argparse.HelpFormatter):
-    """Breaks no line within a flag's name; of descriptions, it fills paragraphs and keeps lines that are indented."""
+    """Breaks no line within a flag's name. Paragraphs of a description are filled; indented lines keep their columns.
+
+    The same rule for every flag: its help ends without a full stop, before its default in brackets.
+    """
 
     def __init__(self, prog: str, **options: Any):
         super().__init__(prog, max_help_position=26, **options)
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if action.metavar is None and action.choices is not None:
+            default_metavar, action = "|".join(map(str, action.choices)), argparse.Action([], action.dest)
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return _DEFAULT.sub(r" [\1]", super()._expand_help(action)).removesuffix(".")
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -79,8 +93,7 @@ class WholeFlags(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip().split("\n\n")
         return "\n\n".join(
-            part if "\n  " in f"\n{part}" else textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False)
-            for part in paragraphs
+            fill(part, width) if "\n  " in f"\n{part}" else fill(" ".join(part.split()), width) for part in paragraphs
         )
 
 

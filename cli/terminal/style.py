@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from cli.terminal.paragraphs import filled
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -50,21 +52,27 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
 
 
 def harmless(text: str, stream: TextIO | None = None) -> str:
-    """What a model wrote, without what would command a terminal; a pipe gets it as it is."""
+    """A model's text without characters that command a terminal; a pipe gets it unchanged."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "\N{REPLACEMENT CHARACTER}", text)
 
 
+def problem_text(who: str, text: str) -> str:
+    """An error for stderr: the command's name, in red where colours are shown, and what is wrong."""
+    lines = filled(f"{who}: {text}", sys.stderr)
+    return styled(who, "bold red", sys.stderr) + lines.removeprefix(who)
+
+
 def say(who: str, text: str) -> None:
-    """A line on stderr, which leaves stdout to the answers."""
-    print(f"{styled(who, 'bold red', sys.stderr)}: {text}", file=sys.stderr, flush=True)
+    """Print an error on stderr, which leaves stdout to the answers."""
+    print(problem_text(who, text), file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """A line on stderr beside the answers."""
-    print(styled(text, "dim", sys.stderr), file=sys.stderr, flush=True)
+    """Print a remark on stderr, beside the answers."""
+    print(styled(filled(text, sys.stderr), "dim", sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:

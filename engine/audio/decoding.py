@@ -1,4 +1,8 @@
-"""Files of sound as samples of one rate, a part at a time, by libsndfile."""
+"""Files of sound as samples of one rate, a part at a time, by libsndfile.
+
+PyAV 18.1 would not replace the readers of containers: it decodes truncated WAV, MP3 and Ogg files without an error,
+skips damaged frames, and reads only the first of two joined WAV files. It takes 104 MB installed, soundfile 4 MB.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
 
 @dataclass(frozen=True)
 class LogMel:
-    """What makes features of sound.
+    """The object that makes features of sound.
 
     Attributes:
         bins: of the mel scale.
@@ -65,7 +65,7 @@ class LogMel:
             ValueError: it is longer than a window.
         """
         if len(samples) > self.window_samples:
-            raise ValueError(f"a window has at most {self.window_samples} samples, got {len(samples)}")
+            raise ValueError(f"a window may have at most {self.window_samples} samples, got {len(samples)}")
         # Frames lie around their places: the sound is mirrored at both ends.
         half = self.fft // 2
         sound = np.zeros(self.window_samples, dtype=np.float32)
@@ -115,7 +115,7 @@ def mel_filters(bins: int, fft: int, rate: int) -> NDArray[np.float32]:
 
 
 def load_log_mel(folder: Path) -> LogMel:
-    """What a checkpoint's `preprocessor_config.json` describes.
+    """Make the features' object that a checkpoint's `preprocessor_config.json` describes.
 
     Raises:
         ModelLoadError: the file is missing, or sets what is not computed here.

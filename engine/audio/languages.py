@@ -30,7 +30,7 @@ _CODES = {name: code for code, name in _NAMES.items()} | dict(_pairs(_ALSO))
 
 
 def language_codes() -> list[str]:
-    """Those of all languages that have a name here."""
+    """The codes of all languages that have a name here."""
     return list(_NAMES)
 
 

@@ -40,7 +40,7 @@ def _flac_starts(data: bytes) -> list[int]:
 
 
 def _ogg_starts(data: bytes) -> list[int]:
-    """Where a stream begins behind pages of another; streams that begin together lie in each other."""
+    """The places where a stream begins behind pages of another; streams that begin together lie in each other."""
     starts: list[int] = []
     begins = False
     for at, _ in _pages(data):
@@ -51,7 +51,7 @@ def _ogg_starts(data: bytes) -> list[int]:
 
 
 def _pages(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where each page begins and should end."""
+    """The place where each page begins, and where it should end."""
     at = data.find(b"OggS")
     while 0 <= at <= len(data) - _PAGE:
         count = data[at + 26]

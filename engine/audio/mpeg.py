@@ -72,7 +72,7 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _frames(data: bytes) -> Iterator[tuple[int, int, bool]]:
-    """Where each frame begins and ends, and whether it is a header."""
+    """The beginning and the end of each frame, and whether it is a header."""
     at = _resume(data, 0)
     while at is not None:
         kind, length = _kind(data, at), _length(data[at + 1], data[at + 2])
@@ -84,7 +84,7 @@ def _frames(data: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def _resume(data: bytes, at: int) -> int | None:
-    """Where frames begin again, from `at` on; frames that no others follow end the file."""
+    """The place where frames begin again, from `at` on; frames that no others follow end the file."""
     while (found := _SYNC.search(data, at)) is not None:
         at = found.start()
         if found[0] == b"ID3" and len(data) >= at + 10:
@@ -122,7 +122,7 @@ def _length(second: int, third: int) -> int:
 
 
 def _place(second: int, fourth: int) -> int:
-    """Where in its frame a header lies."""
+    """The place of a header in its frame."""
     first, mono = second >> 3 & 3 == 3, fourth >> 6 == 3
     return 4 + ((17 if mono else 32) if first else (9 if mono else 17))
 
@@ -133,14 +133,14 @@ def _is_header(data: bytes, at: int) -> bool:
 
 
 def _claimed(data: bytes, at: int) -> int:
-    """How many frames a header counts; 0 where it does not tell."""
+    """The number of frames that a header counts; 0 if it does not tell."""
     place = at + _place(data[at + 1], data[at + 3])
     tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 1
     return int.from_bytes(data[place + 8 : place + 12], "big") if tells else 0
 
 
 def _claimed_bytes(data: bytes, at: int) -> int:
-    """How many bytes a header counts from where it begins; 0 where it does not tell."""
+    """The number of bytes that a header counts from its beginning; 0 if it does not tell."""
     place = at + _place(data[at + 1], data[at + 3])
     tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 2
     after = place + (12 if data[place + 7] & 1 else 8)  # frames come first, if they are told

@@ -16,7 +16,7 @@ _SCALES = {"uint8": (128, 128), "int8": (0, 2**7), "int16": (0, 2**15), "int32":
 
 
 def fault_of(samples: Samples) -> str:
-    """Why samples are no sound; "" where they are."""
+    """The reason why samples are not sound; "" if they are."""
     if not np.isfinite(samples).all():
         return "it holds numbers that are no sound (infinite, or not a number)"
     loudest = float(np.abs(samples).max(initial=0.0))

@@ -1,4 +1,4 @@
-"""From windows of sound to text: what a speech model is asked, and what is made of its answers (arXiv:2212.04356).
+"""The way from windows of sound to text: the requests to a speech model, and the use of its answers (arXiv:2212.04356).
 
 Nothing here runs a model: `LLM.transcribe` and the server do, each in its way.
 """
@@ -38,7 +38,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcription:
-    """What is asked of a speech model.
+    """The request to a speech model.
 
     Attributes:
         task: "transcribe" for the text in its own language, "translate" for English; None: what the model's
@@ -66,7 +66,7 @@ class Transcription:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a decoder begins with, and how it goes on."""
+    """The beginning of a decoder's text, and the parameters of the rest."""
 
     begin: list[int]
     params: SamplingParams
@@ -96,7 +96,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model made of a window.
+    """The model's answer to a window.
 
     Attributes:
         tokens: all that it wrote, its end included.
@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def compression_ratio(self) -> float:
-        """Of its text."""
+        """The compression ratio of the text."""
         return compression_ratio(self.text)
 
 
@@ -168,7 +168,7 @@ class Asking:
         return self._single([*self._before, self._start], [self._speech.no_speech_id])
 
     def temperatures(self) -> list[float]:
-        """Those that are tried, one after the other."""
+        """The temperatures to try, one after the other."""
         if self.wanted.temperature > 0.0:
             return [self.wanted.temperature]
         return [round(i * STEP, 1) for i in range(round(HOTTEST / STEP) + 1)]
@@ -243,7 +243,7 @@ class Asking:
 
 
 def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
-    """With the language's code, and the model's defaults, as `transformers` takes them."""
+    """The request with the language's code and the model's defaults, as `transformers` takes them."""
     if wanted.language is not None:
         wanted = replace(wanted, language=language_code(wanted.language))
     if speech.defaults_are_forced and (wanted.task is not None or wanted.language is not None):
@@ -319,7 +319,7 @@ def said(tokens: Sequence[int], speech: SpeechInfo, ends: Sequence[int]) -> list
 def segments_of(
     tokens: Sequence[int], speech: SpeechInfo, ends: Sequence[int], start: float, end: float
 ) -> list[Segment]:
-    """What is said in a window, with its times.
+    """The segments of a window's text, with their times.
 
     Args:
         tokens: the model's answer; without timestamps it is one segment.

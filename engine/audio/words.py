@@ -50,7 +50,7 @@ def words_of(
     start: float,
     end: float,
 ) -> list[Word]:
-    """What is said in a window, word by word.
+    """The words of a window, with their times.
 
     Args:
         tokens: the model's answer.

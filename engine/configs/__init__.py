@@ -1,1 +1,1 @@
-"""What a checkpoint's config.json says, read without the code of any model and without torch."""
+"""A checkpoint's config.json, read without the code of any model and without torch."""

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from engine.configs.listing import list_models_once
 from engine.configs.values import check_values, read_values
 from engine.errors import ModelLoadError, UnsupportedModelError
 
@@ -37,7 +38,7 @@ class PublishedConfig:
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What another one is made of that is equal."""
+        """The settings of its own, and those of the other config: all that an equal config is made of."""
         own = {name: value for name, value in vars(self).items() if name != "_other"}
         return own, dict(self._other)
 
@@ -54,6 +55,7 @@ def read(folder: Path, *, known: bool) -> PublishedConfig:
     """
     file = folder / "config.json"
     check_values(file, read_values(file), known=known)
+    list_models_once()
     from transformers import AutoConfig  # slow to import
 
     try:

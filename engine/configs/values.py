@@ -1,4 +1,4 @@
-"""What the numbers of a config.json may be, looked at before anything is made of them.
+"""Checks of the numbers of a config.json before anything is made of them.
 
 `transformers` makes lists as long as a config says that there are layers, and parts are made of its numbers before a
 weight is read. So a wrong one is found here, by its name, whatever the family.
@@ -110,7 +110,7 @@ _NEEDED = frozenset(
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """What a config.json holds.
+    """The content of a config.json.
 
     Raises:
         ModelLoadError: it cannot be read, or is no JSON object.

@@ -1,5 +1,5 @@
-"""Where in an encoder's input the tokens of a decoder are said: a path through tokens and positions that follows the
-weights of some heads of the decoder's attention to that input.
+"""The places in an encoder's input where the tokens of a decoder are said: a path through tokens and positions that
+follows the weights of some heads of the decoder's attention to that input.
 
 The method is that of OpenAI's program for Whisper (arXiv:2212.04356) and of `transformers`: weights are normalised over
 the tokens and smoothed along the input, and dynamic time warping (Sakoe and Chiba, 1978) finds the path on which both
@@ -127,7 +127,7 @@ def smoothed(weights: Tensor, width: int) -> Tensor:
 
 
 def _medians(rows: Tensor, width: int) -> Tensor:
-    """Of each `width` neighbours in a row."""
+    """The medians of each `width` neighbours in a row."""
     side, count = width // 2, rows.shape[1] - width + 1
     if width > _EXCHANGED:
         return rows.unfold(1, width, 1).sort(dim=-1)[0][..., side]

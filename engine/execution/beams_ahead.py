@@ -142,7 +142,7 @@ class BeamsOnDevice:
 
 
 def _numbers(searches: Searches, columns: int) -> tuple[Int32, int, int]:
-    """What the kernel is told, the most candidates of a search, and how many rows all searches have.
+    """The numbers for the kernel, the most candidates of a search, and the number of rows of all searches.
 
     Args:
         columns: candidates that there are of each beam.

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.interface.token_sides import SIDES, Sides, TokenSide
 from engine.scheduling.plan import Int32
 
 # Copies to a GPU that may be on their way from one buffer: a step that runs, one behind it, the one being written.
@@ -47,6 +48,36 @@ class Buffer:
             self._host[:count] = values.reshape(-1)
             self._host[count:size] = 0
         return self._tensor
+
+
+class SideBuffers:
+    """Memory for the sides of a step's tokens, made for each side when a plan first has it.
+
+    Args:
+        size: tokens of most steps.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self._size, self._device = size, device
+        self._buffers: dict[str, Buffer] = {}
+
+    def fill(self, sides: Sides, length: int) -> dict[str, Tensor]:
+        """The sides on the device, followed by defaults up to `length` tokens; valid until the next call."""
+        return {name: self._fill(SIDES[name], values, length) for name, values in sides.items()}
+
+    def _fill(self, side: TokenSide, values: Int32, length: int) -> Tensor:
+        buffer = self._buffers.get(side.name)
+        if buffer is None:
+            buffer = self._buffers[side.name] = Buffer(side.width * self._size, torch.int64, self._device)
+        if side.default and len(values) < length:  # a buffer fills up with zeros
+            values = side.part(values, 0, length)
+        filled = buffer.fill(values, side.width * length)
+        return filled if side.width == 1 else filled.view(-1, side.width)
+
+
+def laid(side: TokenSide, numbers: Tensor) -> Tensor:
+    """A side's numbers [width, tokens] as operations read them."""
+    return numbers[0] if side.width == 1 else numbers.T
 
 
 class PinnedRing:

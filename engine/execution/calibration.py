@@ -1,4 +1,4 @@
-"""What int8 and fp8 pages subtract from keys before they are quantised.
+"""The offsets that int8 and fp8 pages subtract from keys before they quantise them.
 
 Some features of keys are large for every token, and a scale that covers those leaves few steps to the others
 (arXiv:2401.18079). What they have in common is known once for all: a mean key for each layer and head. Distances
@@ -58,7 +58,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
             caches=cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
             slots=torch.arange(count, (_ROWS + 1) * count, device=device),
             cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
-            rotary_positions=torch.arange(_ROWS * count, device=device),
+            sides={"rotary_offsets": torch.arange(_ROWS * count, device=device) - positions.to(device)},
         )
     )
     # Where random tokens lead to numbers that are not finite, keys are quantised as they are.

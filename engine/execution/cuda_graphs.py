@@ -23,6 +23,7 @@ from engine.execution.kv_cache import KVCache
 from engine.execution.one_row import FormRecorder, OneRow
 from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
+from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
@@ -77,7 +78,7 @@ class DecodeGraphs:
         size = cache.block_size
         memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
         blocks = math.ceil(model.max_model_len / size)
-        self.state = DecodeState(self._sizes[-1], blocks, memory_blocks, model.device)
+        self.state = DecodeState(self._sizes[-1], blocks, memory_blocks, model.device, model.sides)
         features = model.spec.trunk.output_size
         self.hidden = torch.zeros(self._sizes[-1], features, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
@@ -167,7 +168,7 @@ class DecodeGraphs:
         return self.one_row.recorder(name, outcome)
 
     def _step(self, size: int) -> Callable[[RowForm], None]:
-        """What a graph of `size` rows does."""
+        """The work of a graph of `size` rows."""
         inputs = self.state.inputs(size)
         caches = self._cache.views(inputs.tables)
         metadata = self._metadata(inputs.contexts, size, self._model.max_model_len)
@@ -179,11 +180,20 @@ class DecodeGraphs:
         def step(form: RowForm) -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
-            rotary_positions = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
             # Slots are worked out on the device, from tables and positions.
             formed = replace(metadata, overlapping=form.overlapping)
             hidden = self._model(
-                tokens, inputs.positions, caches, None, formed, self._min_rows, cross, rotary_positions, form=form
+                Inputs(
+                    token_ids=tokens,
+                    positions=inputs.positions,
+                    metadata=formed,
+                    tokens=size,
+                    min_rows=self._min_rows,
+                    caches=caches,
+                    cross=cross,
+                    sides=inputs.sides,
+                    form=form,
+                )
             )
             self.hidden[:size].copy_(hidden)
             inputs.advance()

@@ -1,4 +1,4 @@
-"""What a decoding step reads, kept on the device from step to step.
+"""The inputs of decoding steps, kept on the device from step to step.
 
 A step in which every row computes one token differs from the step before in little: each row's token is the one that
 was just sampled, which the device knows; its position is one further, which the device can count; and now and then a
@@ -9,27 +9,29 @@ differences alone: nothing in most steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.buffers import PinnedRing
+from engine.execution.buffers import PinnedRing, laid
+from engine.interface.token_sides import TokenSide
 from engine.scheduling.plan import Int32, Searches, StepPlan
 
 # Most differences that are uploaded at a time.
 _FEW = 4096
 # The numbers of a row: its token where the host knows it; else the sampled row that its token is in, -1 for none; its
-# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length;
-# how many rows after its position its angles are.
-_TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SHIFT = range(7)
+# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length.
+# Those of its token's sides follow.
+_TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SIDES = range(7)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What the N rows of a step read, padding included: at the same addresses in every step of N rows.
+    """The inputs of the N rows of a step, padding included: at the same addresses in every step of N rows.
 
     Attributes:
         tokens: [N] int32 ids, where the host knows them.
@@ -37,7 +39,7 @@ class DecodeInputs:
         positions, contexts: [N] int32.
         moving: [N] int32, 1 for rows that go on, 0 for padding.
         tables: [N, max blocks] int32.
-        shifts: [N] int32 how many rows after their positions angles are in rotary tables.
+        sides: [N] or [N, width] int32, those that the model reads.
         memory_lens: [N] int32 tokens of encoder inputs.
         memories: [N, max encoder blocks] int32 their pages.
     """
@@ -48,7 +50,7 @@ class DecodeInputs:
     contexts: Tensor
     moving: Tensor
     tables: Tensor
-    shifts: Tensor
+    sides: dict[str, Tensor]
     memory_lens: Tensor
     memories: Tensor
 
@@ -68,7 +70,8 @@ class _Mirrored:
         self.used = 0  # columns that may hold something else than padding
 
     def differences(self, rows: slice, columns: int) -> tuple[Int32, Int32]:
-        """Where the two differ, as places in the whole, and what is wanted there; they do not afterwards."""
+        """The places in the whole where `wanted` and `expected` differ, and the wanted values; `expected` gets
+        these."""
         wanted, expected = self.wanted[rows, :columns], self.expected[rows, :columns]
         row, column = np.divmod(np.flatnonzero(wanted != expected), max(columns, 1))
         values = wanted[row, column]
@@ -84,14 +87,24 @@ class DecodeState:
     Args:
         max_rows: most rows of a step, padding included.
         max_blocks, max_memory_blocks: most pages of a row's own tokens, and of its encoder input.
+        sides: those of tokens that the model reads.
 
     Attributes:
         num_uploaded: numbers sent to the device so far.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, max_memory_blocks: int, device: torch.device):
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        max_memory_blocks: int,
+        device: torch.device,
+        sides: Sequence[TokenSide] = (),
+    ):
         self.max_rows = max_rows
-        self._fixed, self._tables = _Mirrored(7, max_rows), _Mirrored(max_rows, max_blocks)
+        ends = [*accumulate((side.width for side in sides), initial=_SIDES)]
+        self._sides = [(side, slice(first, end)) for side, (first, end) in zip(sides, pairwise(ends), strict=True)]
+        self._fixed, self._tables = _Mirrored(ends[-1], max_rows), _Mirrored(max_rows, max_blocks)
         self._memories = _Mirrored(max_rows, max_memory_blocks)
         parts = (self._fixed, self._tables, self._memories)
         for before, part in pairwise(parts):
@@ -108,7 +121,7 @@ class DecodeState:
                 numbers.fill(0)
             part.used = 0
         for numbers in (self._fixed.expected, self._fixed.wanted):
-            numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
+            self._pad(numbers)
         self._num_rows = 0  # of the last plan
         self._state.copy_(torch.from_numpy(np.concatenate([part.expected.ravel() for part in parts])))
 
@@ -117,7 +130,7 @@ class DecodeState:
         return self._sender.count
 
     def inputs(self, rows: int) -> DecodeInputs:
-        """What a step of so many rows, padding included, reads."""
+        """The inputs of a step of so many rows, padding included."""
         fixed, tables, memories = (
             self._state[part.first : part.first + part.wanted.size].view(part.wanted.shape)
             for part in (self._fixed, self._tables, self._memories)
@@ -129,7 +142,7 @@ class DecodeState:
             contexts=fixed[_CONTEXT, :rows],
             moving=fixed[_ADVANCE, :rows],
             tables=tables[:rows],
-            shifts=fixed[_SHIFT, :rows],
+            sides={side.name: laid(side, fixed[place, :rows]) for side, place in self._sides},
             memory_lens=fixed[_MEMORY, :rows],
             memories=memories[:rows],
         )
@@ -144,13 +157,14 @@ class DecodeState:
             fixed[_SOURCE, :count] = plan.sources
         fixed[_POSITION, :count], fixed[_CONTEXT, :count] = plan.positions, plan.context_lens
         fixed[_ADVANCE, :count], fixed[_MEMORY, :count] = 1, 0 if plan.cross is None else plan.cross.lens
-        fixed[_SHIFT, :count] = 0 if plan.shifts is None else plan.shifts
+        for side, place in self._sides:
+            fixed[place, :count] = side.default if side.name not in plan.sides else plan.sides[side.name].T
         rows = slice(0, max(count, self._num_rows))
         padding = slice(count, rows.stop)
-        fixed[:, padding], fixed[_SOURCE, padding], fixed[_CONTEXT, padding] = 0, -1, 1
+        self._pad(fixed[:, padding])
         found = [
             self._lay(self._tables, plan.block_tables, rows),
-            self._fixed.differences(slice(0, 7), rows.stop),
+            self._fixed.differences(slice(0, len(fixed)), rows.stop),
         ]
         if plan.cross is not None or self._memories.used:
             found.append(self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows))
@@ -178,6 +192,13 @@ class DecodeState:
         numbers = self._fixed.expected[:, : self._num_rows]
         numbers[_POSITION] += numbers[_ADVANCE]
         numbers[_CONTEXT] += numbers[_ADVANCE]
+
+    def _pad(self, numbers: Int32) -> None:
+        """Padding in some columns of the fixed numbers."""
+        numbers.fill(0)
+        numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
+        for side, place in self._sides:
+            numbers[place] = side.default
 
     @staticmethod
     def _lay(part: _Mirrored, tables: Int32 | None, rows: slice) -> tuple[Int32, Int32]:

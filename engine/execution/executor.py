@@ -1,4 +1,5 @@
-"""What computes steps for the engine: it takes plans, gives answers, and is all that the engine knows of a device."""
+"""The interface of the code that computes steps: it takes plans, gives answers, and is all that the engine knows of
+a device."""
 
 from __future__ import annotations
 
@@ -12,24 +13,23 @@ from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
 from engine.interface.outputs import EngineInfo
 from engine.scheduling.budget import Costs, StepWork
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import Int32, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the engine has to know of the model that an executor has loaded.
+    """The facts that the engine needs about the model that an executor has loaded.
 
     Attributes:
         info: what can be said of it without a scheduler and the model's decoding defaults.
-        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
-        rotary_shifts: as in `SchedulerConfig`.
+        needs: of its sequences.
         costs: what query-key pairs and logits cost.
         measured: small steps, each with the seconds that it took.
     """
 
     info: EngineInfo
-    window: int | None
-    rotary_shifts: tuple[tuple[int, int], ...]
+    needs: SequenceNeeds
     costs: Costs
     measured: list[tuple[StepWork, float]]
 

@@ -31,7 +31,7 @@ class GpuFacts:
 
 
 def look_at(device: torch.device, utilization: float) -> GpuFacts:
-    """What there is to say about a GPU before anything is loaded to it.
+    """The facts about a GPU before anything is loaded to it.
 
     Args:
         utilization: share of its memory that may be used.

@@ -16,7 +16,7 @@ from engine.scheduling.plan import Int32, SamplingBatch
 
 
 class SamplingGraphs:
-    """What follows the hidden states of a recorded step.
+    """The graphs of the work after the hidden states of a recorded step.
 
     Random numbers are made on the device, of positions that it counts itself: a steady step sends nothing.
 
@@ -44,7 +44,7 @@ class SamplingGraphs:
         self._graphs[size] = record(lambda form: self._step(size, form))
 
     def logits(self, size: int, form: RowForm) -> Tensor:
-        """Those of the first rows' hidden states, as they lie there now."""
+        """The logits of the first rows' hidden states, as they lie there now."""
         return self._logits(self._hidden[:size], form)
 
     def serves(self, batch: SamplingBatch) -> bool:
@@ -64,7 +64,7 @@ class SamplingGraphs:
         return self._sampler.fetch(len(batch.rows))
 
     def reset(self) -> None:
-        """What the device was told is not known any more."""
+        """Forget what the device was told."""
         self._sent = None
         self._sampler.forget()
 

@@ -1,4 +1,4 @@
-"""How many rows a matrix product needs so that a row's result does not depend on the others.
+"""The number of rows that a matrix product needs so that a row's result does not depend on the others.
 
 Libraries choose another kernel, with another order of summation, for few rows. Above a backend's
 threshold every row comes out the same to the bit, whatever else is in the batch; below it the runner

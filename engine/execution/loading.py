@@ -1,4 +1,4 @@
-"""What a load needs besides the checkpoint itself: memory, readable files, and how long inputs may be."""
+"""Checks of a load besides the checkpoint itself: memory, readable files, and the lengths of inputs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ from engine.model.weight_files import Checkpoint
 
 logger = logging.getLogger("octavo.engine")
 
+LOADING = 128 << 20
+"""Memory that a CPU's processes take besides the weights, from the moment when these are about to be read until the
+service is ready: the steps that are measured, and tokenizers."""
+
 
 def check_weights_fit(
     path: Path,
@@ -36,10 +40,11 @@ def check_weights_fit(
 ) -> None:
     """Refuse weights that exceed the free memory, before they are read.
 
-    A CPU's system hands out memory that it does not have, and kills the process that uses it.
+    A CPU's system hands out memory that it does not have, and kills the process that uses it. Where a control group
+    limits the memory, its limit counts (`engine.host.cgroups`).
 
     Args:
-        scheme: how weights of few bits are stored.
+        scheme: how quantised weights are stored.
         utilization: share of a GPU's memory that may be used.
 
     Raises:
@@ -64,11 +69,14 @@ def check_weights_fit(
             raise ModelLoadError(f"{found}. {_instead(size, total, free, utilization, dtype, device, quantization)}")
         return
     free = available_memory()
-    if size > free:
+    if size + LOADING > free:
+        smaller = ", a 16-bit --dtype" * (dtype.itemsize > 2 and quantization is None)
+        smaller += ", --quantization int8 or int4" * (quantization is None)
+        smaller += ", --quantization int4" * (quantization in ("int8", "int8-fast"))
         raise ModelLoadError(
-            f"The weights of {path} take {size} bytes as {quantization or dtype}, but only {free} bytes of memory "
-            f"are free. Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine or container "
-            f"with more memory."
+            f"The weights of {path} take {gib(size)} as {quantization or str(dtype)[6:]}, and the processes "
+            f"{gib(LOADING)} more while they load, but only {gib(free)} of memory are free. Use a smaller model"
+            f"{smaller}, or a machine or container with more memory."
         )
 
 
@@ -94,7 +102,7 @@ def _instead(
     device: torch.device,
     quantization: Wanted | None,
 ) -> str:
-    """What to do about weights of so many bytes that a GPU has no memory for."""
+    """Advice about weights of so many bytes that a GPU has no memory for."""
     others = "a smaller model"
     if quantization is None:
         others += ", a 16-bit --dtype" * (dtype.itemsize > 2) + ", smaller weights (--quantization int8 or int4)"
@@ -131,7 +139,7 @@ def find_quantization(
 
     Args:
         path: of the checkpoint.
-        scheme: how the checkpoint stores weights of few bits, which may say what they are to be; where a GPU has no
+        scheme: how the checkpoint stores quantised weights, which may say what they are to be; where a GPU has no
             kernels for that they are plain there.
 
     Raises:

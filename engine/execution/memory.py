@@ -1,4 +1,4 @@
-"""How much memory is left for this process, and how its absence shows."""
+"""The memory that is left for this process, and the signs of its absence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class DeviceMemory(Protocol):
-    """What a GPU and torch say of its memory, in bytes."""
+    """The memory of a GPU, by the GPU and by torch, in bytes."""
 
     def total(self) -> int:
         """All there is."""
 
     def free(self) -> int:
-        """What is free: no process has it."""
+        """The bytes that no process has."""
 
     def allocated(self) -> int:
-        """What this process's tensors take."""
+        """The bytes of this process's tensors."""
 
     def peak(self) -> int:
         """The most that was `allocated` since `reset`."""

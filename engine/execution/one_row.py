@@ -49,7 +49,7 @@ class OneRow:
         self.kept: dict[str, str] = {}
 
     def recorder(self, name: str, outcome: Callable[[RowForm], Sequence[Tensor]]) -> FormRecorder:
-        """What records a function for one row.
+        """The object that records a function for one row.
 
         Args:
             name: of the function, for the log.
@@ -98,7 +98,7 @@ def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowFo
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """How far results are from others, relative to their size."""
+    """The distance of results from others, relative to their size."""
     size = torch.linalg.vector_norm(wanted).clamp(min=torch.finfo(torch.float32).tiny)
     return float(torch.linalg.vector_norm(found - wanted) / size)
 

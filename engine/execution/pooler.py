@@ -1,4 +1,4 @@
-"""From hidden states to what pooling requests ask for."""
+"""The way from hidden states to the results of pooling requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TINY = 1e-12  # as torch.nn.functional.normalize has it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts:
-    """What a checkpoint has for vectors beside the model and its head.
+    """The parts of a checkpoint for vectors, beside the model and its head.
 
     Attributes:
         project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
@@ -75,7 +75,7 @@ class Pooler:
         self._activation = activation
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
-        """What the plan's pooling rows ask for, in their order.
+        """The results of the plan's pooling rows, in their order.
 
         Args:
             hidden: [Tp, hidden] of the plan's tokens.
@@ -270,7 +270,7 @@ def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
 
 
 def _place(pooling: object, tokens: Int32) -> int:
-    """Which of an input's hidden states its vector is made of."""
+    """The index of the hidden state of which an input's vector is made."""
     match pooling:
         case "last":
             return len(tokens) - 1
@@ -308,7 +308,7 @@ def _parts(states: Tensor, row: PoolingRow) -> Tensor:
 
 
 def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Tensor:
-    """What tokens from position `start` on add to a vector: [hidden] float64."""
+    """The sum that tokens from position `start` on add to a vector: [hidden] float64."""
     if mode == "last":
         return states[-1].double()
     if mode == "cls":
@@ -341,7 +341,7 @@ def _add(row: PoolingRow, parts: Float64) -> Float64:
 
 
 def _divisor(mode: PoolingMode, length: int, skip: int) -> float:
-    """By which the sum over an input of `length` tokens, the first `skip` left out, is divided."""
+    """The divisor of the sum over an input of `length` tokens, the first `skip` left out."""
     match mode:
         case "mean":
             return length - skip

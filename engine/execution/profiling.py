@@ -1,4 +1,4 @@
-"""How much of a GPU's memory pages may take: what is left beside weights and the largest step, which is run at start.
+"""The memory of a GPU that pages may take: the rest beside weights and the largest step, which is run at start.
 
 The step holds `max_num_batched_tokens` tokens, of which as many as there may be rows are sampled, with all that makes
 a sampler's work hard; prompts whose tokens are scored, and encoder inputs, are run as well where the model has such.
@@ -44,7 +44,7 @@ PARTS = 96 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a GPU's memory goes to besides pages, in bytes.
+    """The uses of a GPU's memory besides pages, in bytes.
 
     Attributes:
         total: of the GPU.
@@ -61,7 +61,7 @@ class Needs:
     graphs: int = 0
 
     def left(self, utilization: float) -> int:
-        """For pages, if that share of the memory may be used; negative where it does not suffice."""
+        """The bytes left for pages, if that share of the memory may be used; negative if it does not suffice."""
         return int(self.total * utilization) - self.used - self.step - self.graphs
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata
-from engine.execution.buffers import Buffer, PinnedRing
+from engine.execution.buffers import Buffer, PinnedRing, laid
 from engine.execution.kv_cache import KVCache
 from engine.execution.recording import Recorder
+from engine.interface.token_sides import TokenSide
+from engine.model.inputs import Inputs
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32, StepPlan
 
@@ -40,8 +42,8 @@ def token_sizes(max_tokens: int) -> list[int]:
 
 
 def can_record_prompts(model: Transformer) -> bool:
-    """A step has nothing but tokens, positions and pages of the decoder's own."""
-    return model.decoder is not None and model.max_encoder_len is None and not model.rotary_shifts
+    """A step has nothing but tokens, their sides, positions and pages of the decoder's own."""
+    return model.decoder is not None and model.max_encoder_len is None
 
 
 class PromptGraphs:
@@ -79,7 +81,9 @@ class PromptGraphs:
         padded = [size - before <= self._longest for before, size in pairwise((0, *sizes))]
         self._sizes = [size for size, fits in zip(sizes, padded, strict=True) if fits and min_rows <= size <= most]
         top = max(self._sizes, default=0)
-        length, device = 3 * top + 2 * self._rows + 1, model.device
+        self._sides = model.sides
+        self._columns = 3 + sum(side.width for side in self._sides)  # tokens, sources, positions, numbers of sides
+        length, device = self._columns * top + 2 * self._rows + 1, model.device
         self._state = torch.zeros(length, dtype=torch.int32, device=device)
         self._ring = PinnedRing(length, torch.int32, device)
         self._tables = torch.zeros(self._rows, blocks, dtype=torch.int32, device=device)
@@ -93,8 +97,7 @@ class PromptGraphs:
         """Record all graphs, the largest first; all rows are padding meanwhile, and write into block 0 alone."""
         for size in reversed(self._sizes):
             lens = np.array(self._lens(size), dtype=np.int32)
-            zeros = np.zeros(size, dtype=np.int32)
-            self._send(size, zeros, zeros - 1, zeros, lens, lens)
+            self._send(self._padding(size), lens, lens)
             self._graphs[size] = self._record(self._step(size))
         self._cache.clear_scratch()
 
@@ -106,7 +109,6 @@ class PromptGraphs:
             and plan.num_rows <= self._max_rows
             and plan.encoder is None
             and plan.cross is None
-            and plan.shifts is None
             and not plan.unchunked
         )
 
@@ -115,14 +117,17 @@ class PromptGraphs:
         `DecodeGraphs.run`."""
         count, rows = plan.num_tokens, plan.num_rows
         size = self._sizes[bisect_left(self._sizes, count)]
-        fixed = np.zeros((3, size), dtype=np.int32)  # tokens, sources, positions
-        fixed[0, :count], fixed[1], fixed[2, :count] = plan.token_ids, -1, plan.positions
+        fixed = self._padding(size)
+        fixed[0, :count], fixed[2, :count] = plan.token_ids, plan.positions
         if plan.sources is not None:
             fixed[1, :count] = plan.sources
+        for side, place in self._places():
+            if side.name in plan.sides:
+                fixed[place, :count] = plan.sides[side.name].T
         lens, contexts = np.zeros((2, self._rows), dtype=np.int32)
         lens[:rows], contexts[:rows] = np.diff(plan.query_start), plan.context_lens
         lens[-1] = contexts[-1] = size - count
-        self._send(size, fixed[0], fixed[1], fixed[2], lens, contexts)
+        self._send(fixed, lens, contexts)
         width = plan.block_tables.shape[1]
         self._tables[:rows, :width].copy_(self._landing.fill(plan.block_tables))
         if search is not None:
@@ -131,10 +136,25 @@ class PromptGraphs:
         self.num_replayed += 1
         return self._hidden[:count]
 
-    def _send(self, size: int, tokens: Int32, sources: Int32, positions: Int32, lens: Int32, contexts: Int32) -> None:
+    def _send(self, fixed: Int32, lens: Int32, contexts: Int32) -> None:
         starts = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lens, dtype=np.int32)))
-        values = np.concatenate((tokens, sources, positions, starts, contexts))
+        values = np.concatenate((fixed.ravel(), starts, contexts))
         self._ring.send(values, self._state[: len(values)])
+
+    def _padding(self, size: int) -> Int32:
+        """[columns, size] what tokens of padding have."""
+        fixed = np.zeros((self._columns, size), dtype=np.int32)
+        fixed[1] = -1
+        for side, place in self._places():
+            fixed[place] = side.default
+        return fixed
+
+    def _places(self) -> Iterator[tuple[TokenSide, slice]]:
+        """The columns of each side's numbers."""
+        first = 3
+        for side in self._sides:
+            yield side, slice(first, first + side.width)
+            first += side.width
 
     def _lens(self, size: int) -> list[int]:
         """Lengths of rows that have so many tokens together."""
@@ -142,10 +162,13 @@ class PromptGraphs:
         return [*[self._longest] * whole, left, *[0] * self._rows][: self._rows]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """What a graph of `size` tokens does."""
-        tokens, sources, positions = self._state[: 3 * size].view(3, size)
-        starts = self._state[3 * size : 3 * size + self._rows + 1]
-        contexts = self._state[3 * size + self._rows + 1 : 3 * size + 2 * self._rows + 1]
+        """The work of a graph of `size` tokens."""
+        end = self._columns * size
+        fixed = self._state[:end].view(self._columns, size)
+        tokens, sources, positions = fixed[:3]
+        sides = {side.name: laid(side, fixed[place]) for side, place in self._places()}
+        starts = self._state[end : end + self._rows + 1]
+        contexts = self._state[end + self._rows + 1 : end + 2 * self._rows + 1]
         caches = self._cache.views(self._tables)
         metadata = AttentionMetadata(
             query_lens=self._lens(size),
@@ -159,7 +182,17 @@ class PromptGraphs:
 
         def step() -> None:
             ids = torch.where(sources >= 0, self._sampled[sources.clamp_min(0)], tokens)
-            hidden = self._model(ids, positions, caches, None, metadata, self._min_rows)
+            hidden = self._model(
+                Inputs(
+                    token_ids=ids,
+                    positions=positions,
+                    metadata=metadata,
+                    tokens=size,
+                    min_rows=self._min_rows,
+                    caches=caches,
+                    sides=sides,
+                )
+            )
             self._hidden[:size].copy_(hidden)
             metadata.cache.clear()  # what is worked out once in a step is part of the graph
 

@@ -1,4 +1,4 @@
-"""How work on a device is recorded, to be started again as a whole."""
+"""The recording of work on a device, to be started again as a whole."""
 
 from __future__ import annotations
 

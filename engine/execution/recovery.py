@@ -43,7 +43,7 @@ class TooLarge(Exception):
 
 
 class Recovery:
-    """What becomes of steps that fail, and what the last shortages of memory taught.
+    """The recovery from steps that fail, and the limits that the last shortages of memory taught.
 
     Args:
         scheduler: whose steps in flight they are.
@@ -63,7 +63,7 @@ class Recovery:
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
-        """What the next step may hold, of what it might hold for other reasons."""
+        """The limit of the next step, within a limit that has other reasons."""
         if self.tokens == _UNBOUNDED:
             return given
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))
@@ -151,7 +151,7 @@ class Recovery:
         return self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}", groups)
 
     def _try_one_token(self, error: Exception) -> None:
-        """If that works, the fault is the requests'.
+        """Run a trial step of one token: if that works, the fault is the requests'.
 
         Raises:
             EngineDeadError: it does not; the requests of all steps in flight have ended.

@@ -89,7 +89,8 @@ class CapturedSampler:
                 return False
         if count > self._rows or not self.serves(batch):
             raise ValueError(
-                f"up to {self._rows} rows that want one token each, not {count} rows or ones that want more"
+                f"a captured sampler takes up to {self._rows} rows with one token each, got {count} rows or "
+                "several tokens"
             )
         self._last = batch
         packed = torch.zeros(len(self._packed), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -103,7 +104,7 @@ class CapturedSampler:
         return True
 
     def forget(self) -> None:
-        """What is given next is sent, whatever was sent before."""
+        """Send the next batch whole, whatever was sent before."""
         self._last = None
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(slots=True, kw_only=True)
 class DeviceSamples:
-    """What was sampled, on the device; valid until the sampler is used again, except for what was fetched.
+    """The sampled tokens, on the device; valid until the sampler is used again, except for what was fetched.
 
     Attributes:
         tokens, logprobs: [S, C] as in `StepResult`.
@@ -265,7 +265,7 @@ class DeviceSampler:
         return samples, torch.empty((rows, width), dtype=torch.float32, device=self._device)
 
     def _lay(self, batch: SamplingBatch, vocabulary: int) -> Layout:
-        """How the batch's rows are laid out: as in the last step, if that is so."""
+        """The layout of the batch's rows: that of the last step, if it is the same."""
         last = self._layout if self._laid[:1] == (batch.version,) and self._vocabulary == vocabulary else None
         if last is None or self._laid != (batch.version, batch.edits_version) or len(batch.masked):
             touched = touched_rows(batch)
@@ -275,7 +275,7 @@ class DeviceSampler:
         return last
 
     def _edits(self, batch: SamplingBatch, layout: Layout, vocabulary: int) -> dict[str, Array]:
-        """What is changed, as the device is told; as in the last step, if that is so."""
+        """The edits on the device: those of the last step, if they are the same."""
         known = (batch.edits_version, layout.version)
         if known != self._edited:
             self._edited, self._edit_version = known, new_version()

@@ -1,4 +1,4 @@
-"""Which rows of a batch are what, and what a device is told of it: host arrays alone."""
+"""The kinds of a batch's rows, and their description for a device: host arrays alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.scheduling.plan import Int32, SamplingBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which rows of a batch are what.
+    """The kinds of a batch's rows.
 
     Attributes:
         width, number: columns of tokens, and of the most probable ones that are reported.
@@ -97,8 +97,8 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
 
 
 def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Array]:
-    """What a device is told of edits, by kinds: places among the touched rows' logits. Tokens outside the vocabulary,
-    as an encoder with one of its own may have them, count for nothing.
+    """The description of edits for a device, by kinds: places among the touched rows' logits. Tokens outside the
+    vocabulary, as an encoder with one of its own may have them, count for nothing.
 
     Args:
         place: [S] where among the touched rows a row is.

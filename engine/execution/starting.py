@@ -56,7 +56,7 @@ logger = logging.getLogger("octavo.execution")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What a start has decided before it reads a weight.
+    """The decisions of a start before it reads a weight.
 
     Attributes:
         path: folder of the checkpoint.
@@ -163,6 +163,7 @@ def load(resolved: Resolved) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
+        share_weights=config.share_weights,
         pack=True,
     )
     model.pack(resolved.quantization)
@@ -181,7 +182,7 @@ def load(resolved: Resolved) -> ModelRunner:
 
 
 def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
-    """What makes vectors beside the model, with its weights.
+    """Load the parts that make vectors beside the model.
 
     Raises:
         ModelLoadError: weights are missing, or their names or shapes do not match.
@@ -237,9 +238,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         signal=spec.signal,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
-    facts = ModelFacts(
-        info=info, window=spec.attention_span, rotary_shifts=model.rotary_shifts, costs=costs, measured=measured
-    )
+    facts = ModelFacts(info=info, needs=runner.kind.needs, costs=costs, measured=measured)
     return LocalExecutor(runner, facts)
 
 

@@ -116,7 +116,7 @@ def typical_row(runner: ModelRunner) -> Iterator[StepPlan]:
 def measure(
     runner: ModelRunner, *, max_tokens: int, max_model_len: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Costs, Measured]:
-    """What pairs and logits cost, and what small steps take; takes about as long as a prompt of 60 tokens.
+    """Measure the cost of pairs and logits, and of small steps; this takes about as long as a prompt of 60 tokens.
 
     Args:
         max_tokens: of a step.
@@ -194,7 +194,7 @@ def _short_plan(runner: ModelRunner) -> StepPlan:
 
 
 def _signal_plan(signal: SignalInfo, count: int) -> StepPlan:
-    """So many whole inputs that are signals."""
+    """A plan of so many whole inputs that are signals."""
     rows = []
     for number in range(count):
         request = Request(

@@ -29,7 +29,7 @@ _LENGTHS = (301, 77)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashFacts:
-    """What of a model's attention torch's flash attention can compute for long prompts that come whole.
+    """The attentions of a model that torch's flash attention can compute for long prompts that come whole.
 
     Attributes:
         shapes: heads for which it has been found to do what our kernels do.
@@ -119,20 +119,20 @@ def look_at_flash(
 
 
 def _too_short(max_tokens: int) -> str:
-    """Why steps hold no prompt that is long enough; "" if they do."""
+    """The reason why steps hold no prompt that is long enough; "" if they do."""
     if max_tokens >= (fewest := attention_flash.FEWEST):
         return ""
     return f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
 
 
 def _own_attentions(model: Transformer) -> list[Attend]:
-    """Those of a decoder's layers to their own tokens."""
+    """The attentions of a decoder's layers to their own tokens."""
     operations = () if model.decoder is None else model.decoder.program.operations
     return [one for one in operations if isinstance(one, Attend) and isinstance(one.module, SelfAttention)]
 
 
 def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
-    """Why torch's flash attention does not stand in for an attention; "" where it may."""
+    """The reason why torch's flash attention does not stand in for an attention; "" if it may."""
     assert model.decoder is not None
     return attention_flash.obstacle(
         model.dtype,
@@ -148,7 +148,7 @@ def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
 
 @torch.inference_mode()
 def find_difference(shape: HeadShape, scale: float, block_size: int, device: torch.device) -> str:
-    """What is wrong with torch's flash attention for heads of a shape; "" if nothing is.
+    """The fault of torch's flash attention for heads of a shape; "" if there is none.
 
     Two whole prompts of random numbers lie in scattered pages. Either kernel rounds the weights of a query to its
     format and then the result, so it is off by half a unit in the last place of the result and of the weighted sum of

@@ -43,7 +43,7 @@ def own_groups(controller: str, mounted: Path = MOUNT, listing: Path = OWN_GROUP
 
 
 def text_of(file: Path) -> str:
-    """What a file of the system says; "" if there is no such file."""
+    """The text of a file of the system; "" if there is no such file."""
     try:
         return file.read_text()
     except OSError:

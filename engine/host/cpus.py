@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, and how many threads compute on them.
+"""The number of CPUs that this process may use, and of threads that compute on them.
 
 Only counts: nothing here imports torch, so that a process can be given its environment before torch is loaded in it.
 """
@@ -20,7 +20,7 @@ _NAME = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads compute, and which setting or limit says so.
+    """The number of threads that compute, and the setting or limit that decides it.
 
     Attributes:
         cpus: that this process may use, its container's share included.

@@ -24,7 +24,7 @@ def has_driver() -> bool:
 
 
 def driver_version() -> str | None:
-    """That of the loaded driver, such as "580.65.06"; None where it cannot be read."""
+    """The version of the loaded driver, such as "580.65.06"; None if it cannot be read."""
     try:
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _VERSION.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -33,7 +33,7 @@ def driver_version() -> str | None:
 
 
 def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
-    """Why torch sees no GPU, and what to do about it.
+    """The reason why torch sees no GPU, and what to do about it.
 
     Args:
         cuda, rocm: the version that torch was built for; None: for none. Without either it is a CPU build.
@@ -55,7 +55,7 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
 
 
 def _hidden() -> tuple[str, str]:
-    """Why CUDA shows no GPU of a driver that is there and new enough, and what to do about it."""
+    """The reason why CUDA shows no GPU although its driver exists and is new enough, and what to do about it."""
     listed = os.environ.get(_SETTING)
     if listed is not None and _names_none(listed):
         return f"{_SETTING} is {listed!r}, which hides every GPU", f"Unset it, or {_NAME_ONE}."
@@ -111,7 +111,7 @@ def _listed(gpus: list[ListedGpu]) -> str:
 
 
 def shown_too_few(count: int) -> tuple[str, str] | None:
-    """What is wrong with CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
+    """The fault of CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
     listed = os.environ.get(_SETTING)
     if listed is None or len(listed.split(",")) <= count:
         return None
@@ -129,7 +129,7 @@ def shown_too_few(count: int) -> tuple[str, str] | None:
 
 
 def another(count: int) -> str:
-    """How to name another of the GPUs that torch sees."""
+    """A sentence on how to name another of the GPUs that torch sees."""
     listed = os.environ.get(_SETTING)
     text = f"Use --device cuda:N with N from 0 to {count - 1}."
     if listed is not None:

@@ -1,4 +1,4 @@
-"""How a log line looks: one layout for the service's process and the engine's, as text or as JSON.
+"""The layout of log lines: the same for the service's process and the engine's, as text or as JSON.
 
 Whatever a line repeats may come from a client. So nothing in it but a traceback can begin a new line, a
 traceback's lines are indented, and characters that a terminal would obey are written as escapes.

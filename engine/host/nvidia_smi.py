@@ -1,4 +1,5 @@
-"""What NVIDIA's own tool says of the GPUs of this machine, or container: those that CUDA_VISIBLE_DEVICES hides, too.
+"""The facts from NVIDIA's own tool about the GPUs of this machine, or container: those that CUDA_VISIBLE_DEVICES hides,
+too.
 
 It takes up to seconds where no process keeps the driver awake: it is asked only where something is to be explained.
 """

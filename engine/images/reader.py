@@ -17,7 +17,7 @@ from engine.interface.values import brief
 
 
 def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
-    """How images are made ready for a model; None for one that reads none, or does not say how.
+    """The preparation of images for a model; None if it reads none, or does not say how.
 
     Args:
         signal: what the model reads that is no token ids.
@@ -39,7 +39,7 @@ def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
 
 
 def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
-    """How images are made ready.
+    """The preparation of images.
 
     Raises:
         InvalidRequestError: the model reads none, or does not say how.

@@ -1,4 +1,4 @@
-"""What a checkpoint's preprocessor does with an image: preprocessor_config.json, and what its class does by itself."""
+"""The settings of a checkpoint's preprocessor of images: preprocessor_config.json, and the defaults of its class."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Preprocessing:
 
 
 def read_preprocessing(folder: Path) -> Preprocessing | None:
-    """What a checkpoint's folder says; None where it says nothing.
+    """Read the settings from a checkpoint's folder; None if it has none.
 
     Raises:
         UnsupportedModelError: a setting that is not implemented, or no setting at all; names it.
@@ -172,7 +172,7 @@ class _Settings:
         return int(value)
 
     def factor(self) -> float:
-        """What numbers are multiplied by."""
+        """The factor by which pixel values are multiplied."""
         value = self._values.get("rescale_factor", 1 / 255)
         if not _is_number(value):
             raise self._refused("rescale_factor", "a number")

@@ -1,1 +1,1 @@
-"""What callers hand to an engine and get back: requests, outputs, `LLM`."""
+"""The types that callers hand to an engine and get back: requests, outputs, `LLM`."""

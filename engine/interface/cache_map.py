@@ -1,4 +1,4 @@
-"""What the pages of the KV cache hold at a moment, and for which requests: a view of the engine at work."""
+"""A view of the engine at work: the contents of each page of the KV cache at a moment, and the requests that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which tokens may come next in an answer, asked anew for each token: what grammars and lists of tokens have in common.
+"""The interface of rules that decide, token by token, which tokens may come next in an answer: grammars, lists of
+tokens.
 
 A sequence owns its constraint, and is the only one that has it: a fork of the sequence gets a fork. The masks of a step
 are filled when its forward pass has begun, and sampling needs them when that is over: so a device computes meanwhile. A

@@ -19,7 +19,7 @@ DEFAULT_ALLOWED_LENGTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """Where repetitions end, in tokens.
+    """The token sequences at which repetitions end.
 
     Attributes:
         tails: for each token that a breaker begins in, the tokens that have to follow; () for a token that holds one.

@@ -79,7 +79,7 @@ FALLBACK = "sampling_fallback"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a checkpoint says about decoding.
+    """A checkpoint's defaults for decoding.
 
     Attributes:
         values: the honoured fields of `generation_config.json` that are set.
@@ -191,9 +191,9 @@ def log_fallback(defaults: GenerationDefaults) -> None:
     """Say in one line which sampling defaults are not the model's own."""
     if defaults.fallback:
         logger.info(
-            "The GGUF file does not set %s: requests without a temperature use llama.cpp's defaults, %s "
-            "(--generation-config none turns them off)",
-            " or ".join(defaults.fallback),
+            "The GGUF file has no default for %s. Requests that set no temperature use llama.cpp's: %s. "
+            "--generation-config none turns these off.",
+            " and ".join(", ".join(defaults.fallback).rsplit(", ", 1)),
             ", ".join(f"{name} {value:g}" for name, value in defaults.fallback.items()),
         )
 
@@ -343,9 +343,9 @@ def resolve(
 
 
 def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float | str]:
-    """What a request that says nothing decodes with, by the names of `SamplingParams`: each number, word and truth
-    value that does not depend on the request. Empty where the defaults contradict each other, as each request is told.
-    """
+    """The defaults of a request that sets nothing, by the names of `SamplingParams`: each number, word and truth
+    value that does not depend on the request. The result is empty if the defaults contradict each other; each
+    request then gets that error."""
     asked, most = SamplingParams(), 2**31 - 1
     try:
         decoding = resolve(asked, defaults, prompt_len=1, max_model_len=most, vocab_size=most, random_seed=0)
@@ -420,8 +420,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{name} holds {'' if name == 'token_type_ids' else 'token id '}{brief(token)}, but "
-                f"{'the model' if name == 'token_type_ids' else 'the vocabulary'} has ids 0 to {vocab_size - 1}.",
+                f"{name} holds token id {brief(token)}, but the vocabulary has ids 0 to {vocab_size - 1}.",
                 param=name,
                 code="invalid_value",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from engine.errors import InvalidRequestError
 from engine.interface.generation import check_ids
 from engine.interface.outputs import EngineInfo, RepeatedInput, SignalKind
 from engine.interface.request import AudioInput, EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
-from engine.interface.values import brief
+from engine.interface.token_sides import SIDES, Sides, read_sides
 
 # Most bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
 MOST_SIGNAL_BYTES = 64 * 2**20
@@ -24,20 +24,18 @@ _KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
 
 @dataclass(frozen=True, slots=True)
 class ReadInput:
-    """What a request is about, checked.
+    """A request's input after all checks.
 
     Attributes:
         token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
         encoder_token_ids: what the encoder of an encoder-decoder model reads; () of other models.
-        token_type_ids: the segment of each token; () where all are of the first.
-        boxes: where each token stands on its page; () where all boxes are zeros.
+        sides: what is known of the tokens beside their ids.
         signal: float32, what an encoder reads instead of tokens; those are zeros then, one for each position.
     """
 
     token_ids: tuple[int, ...]
     encoder_token_ids: tuple[int, ...] = ()
-    token_type_ids: tuple[int, ...] = ()
-    boxes: tuple[tuple[int, ...], ...] = ()
+    sides: Sides = field(default_factory=dict)
     signal: NDArray[np.float32] | None = None
 
 
@@ -56,9 +54,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         if not isinstance(input, TokenInput):
             return ReadInput(_checked("prompt", input, info.vocab_size))
         tokens = _checked("prompt", input.token_ids, info.vocab_size)
-        _token_types(input.token_type_ids, len(tokens), info)  # none but the first segment, which changes nothing
-        read_boxes(input.bbox, len(tokens), info)  # none
-        return ReadInput(tokens)
+        return ReadInput(tokens, sides=read_sides(input.given, len(tokens), info.sides))
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
         first = input.decoder_token_ids if isinstance(input, AudioInput) else None
@@ -71,7 +67,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
     elif isinstance(input, TokenInput):
         ids = input.token_ids
-        read_boxes(input.bbox, len(ids), info)  # none
+        read_sides(input.given, len(ids), {})  # defaults alone
     encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
     if len(encoder_input) > info.max_encoder_len:
         raise InvalidRequestError(
@@ -105,10 +101,10 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
             code="context_length_exceeded",
         )
     given = input if isinstance(input, TokenInput) else TokenInput(tokens)
-    types = _token_types(given.token_type_ids, len(tokens), info)
-    if given.token_type_ids is None and info.second_after is not None:
-        types = _split_after(tokens, info.second_after)
-    return ReadInput(tokens, token_type_ids=types, boxes=read_boxes(given.bbox, len(tokens), info))
+    sides = read_sides(given.given, len(tokens), info.sides)
+    if "token_types" not in given.given and info.second_after is not None:
+        sides["token_types"] = SIDES["token_types"].array(_split_after(tokens, info.second_after))
+    return ReadInput(tokens, sides=sides)
 
 
 def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
@@ -169,7 +165,7 @@ def _read_signal(
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
-    """What a decoder reads of an input to classify it.
+    """The decoder's input when a model classifies by repeating the encoder's input.
 
     Raises:
         InvalidRequestError: the input has no end, where its class would be read off.
@@ -185,61 +181,10 @@ def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]
     return (tokens[-1] if repeats.start is None else repeats.start, *tokens[:last])
 
 
-def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:
-    if types is None:
-        return ()
-    name = "token_type_ids"
-    if not isinstance(types, Sequence) or isinstance(types, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a list of integers, got {types!r}.", param=name)
-    if len(types) != count:
-        raise InvalidRequestError(f"{name} has {len(types)} entries for {count} tokens.", param=name)
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in types):
-        raise InvalidRequestError(f"{name} must hold integers.", param=name)
-    check_ids(name, types, max(info.token_types, 1))
-    return tuple(types) if any(types) else ()
-
-
 def _split_after(tokens: tuple[int, ...], token: int) -> tuple[int, ...]:
     """Segments of tokens: 0 up to the first one of that id, or up to the first of all where there is none, then 1."""
     end = tokens.index(token) if token in tokens else 0
     return (*[0] * (end + 1), *[1] * (len(tokens) - end - 1))
-
-
-def read_boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...], ...]:
-    """The boxes of so many tokens; () where there are none, or all are zeros.
-
-    Raises:
-        InvalidRequestError: of another number, no boxes on the model's page, or the model reads none.
-    """
-    if boxes is None:
-        return ()
-    name = "bbox"
-    if not info.boxes:
-        raise InvalidRequestError(
-            f"this model does not read boxes. Remove {name}.", param=name, code="unsupported_parameter"
-        )
-    if not isinstance(boxes, Sequence) or isinstance(boxes, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a list of boxes, got {brief(boxes)}.", param=name)
-    if len(boxes) != count:
-        raise InvalidRequestError(f"{name} has {len(boxes)} boxes for {count} tokens.", param=name)
-    for box in boxes:
-        if not _is_box(box, info.boxes):
-            raise InvalidRequestError(
-                f"{name} must hold boxes of four integers, [left, upper, right, lower], from 0 to {info.boxes - 1}, "
-                f"left not beyond right and upper not beyond lower; got {brief(box)}.",
-                param=name,
-                code="invalid_value",
-            )
-    return tuple(map(tuple, boxes)) if any(map(any, boxes)) else ()
-
-
-def _is_box(box: Any, limit: int) -> bool:
-    if not isinstance(box, Sequence) or len(box) != 4:
-        return False
-    if any(isinstance(edge, bool) or not isinstance(edge, int) for edge in box):
-        return False
-    left, upper, right, lower = box
-    return bool(0 <= left <= right < limit and 0 <= upper <= lower < limit)
 
 
 def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:
@@ -255,7 +200,7 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
 
 
 def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
-    """What the decoder begins with: the request's own start token, or the model's; None if neither says.
+    """The decoder's first token: the request's own start token, or the model's; None if neither sets one.
 
     Raises:
         InvalidRequestError: a start token for a decoder-only model, or outside the vocabulary.

@@ -19,7 +19,7 @@ _LARGEST = 2**31 - 1  # what a ZeroMQ socket's option can be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where to publish which pages the prefix cache holds.
+    """The settings for publishing which pages the prefix cache holds.
 
     Attributes:
         enable_kv_cache_events: tell them at all.

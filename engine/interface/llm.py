@@ -21,7 +21,7 @@ from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
 from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
-from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
+from engine.interface.llm_pooling import PoolingMethods, hides_progress
 from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
@@ -98,7 +98,7 @@ class LLM(PoolingMethods):
                 `Seq2SeqInput`, or for a speech model an `AudioInput`, also holds the beginning of the answer.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
             params: the same under another name.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
@@ -136,7 +136,7 @@ class LLM(PoolingMethods):
             documents: as the template wants them.
             chat_template_kwargs: further names for the template, such as enable_thinking.
             params: sampling_params under another name.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model knows no conversations, or a message or a parameter is impossible; nothing
@@ -218,8 +218,8 @@ class LLM(PoolingMethods):
                 begun.append(request_id)
                 result = results[request_id] = self._unanswered(request_id, input, chosen)
                 processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
-            show = len(inputs) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
-            with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
+            hidden = hides_progress(use_tqdm, len(inputs))
+            with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=hidden) as bar:
                 self._run(processors, results, bar)
         finally:
             for request_id in begun:
@@ -237,7 +237,7 @@ class LLM(PoolingMethods):
                 arrays [samples] or [samples, channels], which are averaged, of floats from -1 to 1 or of integers
                 (uint8, int8, int16, int32), whose whole range is taken for that.
             wanted: language, task, timestamps and so on; None: the text in its own language, with timestamps.
-            use_tqdm: progress bars; None shows them for long lists.
+            use_tqdm: progress bars; None shows them in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model is no speech model, or cannot do what is wanted; or a sound is none.

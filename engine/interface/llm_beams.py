@@ -12,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search.
+    """The parameters of a beam search.
 
     Attributes:
         beam_width: number of beams, and of answers.

@@ -1,5 +1,4 @@
-"""What `LLM` makes of texts and images without writing any: vectors, scores, classes, answers, entities, masked
-tokens."""
+"""The methods of `LLM` that do not generate text: vectors, scores, classes, answers, entities, masked tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +66,14 @@ class MatrixOutput(PoolingOutput):
 
 
 # Shorter lists are done before a bar would tell anything.
-PROGRESS_FROM = 32
+_PROGRESS_FROM = 32
+
+
+def hides_progress(use_tqdm: bool | None, count: int) -> bool | None:
+    """Whether a call shows no progress bar, as tqdm takes it; None: it shows one if stderr is a terminal."""
+    if use_tqdm is not None:
+        return not use_tqdm
+    return None if count >= _PROGRESS_FROM else True
 
 
 class PoolingMethods:
@@ -100,7 +106,7 @@ class PoolingMethods:
             prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
                 stay as they are); None: its default prompt, if it has one; "": none.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model gives no vectors, or an input or a parameter is impossible; nothing was
@@ -135,7 +141,7 @@ class PoolingMethods:
             pooling_task: the task, if there are no pooling_params; None: the first of `ENCODED` that the model
                 serves.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model has no such task, or an input is impossible; nothing was computed.
@@ -184,6 +190,7 @@ class PoolingMethods:
             RequestFailedError: the engine failed on an input.
         """
         task: Task = "token_classify" if "token_classify" in self.engine.info.tasks else "classify"
+        check_task(self.engine.info, task, "reward")
         params = PoolingParams(task=task, use_activation=use_activation)
         return self.encode(prompts, params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
 
@@ -195,7 +202,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[ScoreOutput]:
-        """How well texts go together: one with each of several, or each of several with its counterpart.
+        """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
 
         A model with one class reads both texts together (a cross-encoder), and its score is what its config's
         activation makes of its number. Of a model that embeds, it is the cosine of the two vectors, of one that
@@ -207,7 +214,7 @@ class PoolingMethods:
             text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
             truncate_prompt_tokens: cut inputs, pairs as one, to so many tokens, from the longer text first; -1: to the
                 model's limit; None: refuse longer ones.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model cannot compare texts, these lists do not go together, or a text is
@@ -257,7 +264,7 @@ class PoolingMethods:
                 probabilities as a rule. The scores of spans follow it.
             aggregation: how tokens are joined to spans (see `spans_of`).
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model knows no classes, or an input is impossible; nothing was computed.
@@ -307,7 +314,7 @@ class PoolingMethods:
             question, context: a text or a list of texts, of 1 and n, n and 1, or n and n.
             top_k, max_answer_len, max_seq_len, doc_stride, handle_impossible_answer, align_to_words: see `AnswerTerms`;
                 the names and defaults are those of transformers' pipeline.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model finds no answers, or a text or a parameter is impossible; nothing was
@@ -358,7 +365,7 @@ class PoolingMethods:
             labels: what entities there may be, in words: "person", "date of birth".
             threshold, flat_ner, multi_label, stride: see `EntityTerms`; names and defaults of all but the last one are
                 those of GLiNER's library.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model finds no entities, or a text or a parameter is impossible; nothing was
@@ -399,7 +406,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[FillMaskOutput]:
-        """For each mask of each input, the most probable tokens in its place.
+        """The most probable tokens for each mask of each input.
 
         Several masks of an input are predicted independently, each beside the others.
 
@@ -407,7 +414,7 @@ class PoolingMethods:
             inputs: text, token ids, a `TokenInput`, or a list of these, with the tokenizer's mask token in them.
             top_k: how many tokens for each mask.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
-            use_tqdm: progress bar; None shows one for long lists.
+            use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model predicts no masked tokens, or an input is impossible or has no mask; nothing
@@ -481,8 +488,8 @@ class PoolingMethods:
             for request_id, given, chosen in zip(ids, inputs, params, strict=True):
                 self.engine.add_request(request_id, given, chosen)
                 unfinished.add(request_id)
-            show = len(ids) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
-            with tqdm(total=len(ids), desc=what, unit="input", disable=not show) as bar:
+            hidden = hides_progress(use_tqdm, len(ids))
+            with tqdm(total=len(ids), desc=what, unit="input", disable=hidden) as bar:
                 while unfinished:
                     for delta in self.engine.step_deltas():
                         if delta.request_id not in unfinished:
@@ -507,7 +514,7 @@ def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Sou
     """
     if not first or not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
-            "text_1 and text_2 must be one text and one or several, or as many of one as of the other; got "
+            "text_1 and text_2 must be one text and one or several texts, or two lists of the same length; got "
             f"{len(first)} and {len(second)}.",
             param="text_2" if first else "text_1",
             code="invalid_value",
@@ -529,7 +536,7 @@ def _asked(question: str | Sequence[str], context: str | Sequence[str]) -> list[
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:
         raise InvalidRequestError(
-            f"question and context must be one text and one or several, or as many of one as of the other; got "
+            f"question and context must be one text and one or several texts, or two lists of the same length; got "
             f"{len(questions)} and {len(contexts)}.",
             param="context",
             code="invalid_value",

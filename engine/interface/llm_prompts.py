@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, NoReturn
 
@@ -83,7 +83,7 @@ class PromptReader:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")
             return prompt
         if isinstance(prompt, TokenInput):
-            return prompt if self.kept is None else replace(prompt, token_ids=self.cut(prompt.token_ids))
+            return prompt if self.kept is None else prompt.keeping(self.cut(prompt.token_ids), self.cut)
         if isinstance(prompt, Mapping):
             return self._read_dict(prompt)
         if not isinstance(prompt, str):
@@ -93,8 +93,8 @@ class PromptReader:
             return TokenInput(tokenizer.encode(prompt), prompt)
         return TokenInput(tokenizer.encode_input(prompt, max_length=self.kept, side=self._side).ids, prompt)
 
-    def cut(self, ids: Sequence[int]) -> list[int]:
-        """The token ids that stay."""
+    def cut(self, ids: Sequence[Any]) -> list[Any]:
+        """The token ids that stay, or what belongs to them."""
         if self.kept is None:
             return list(ids)
         return list(ids[-self.kept :] if self._side == "left" else ids[: self.kept])

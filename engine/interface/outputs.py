@@ -1,4 +1,4 @@
-"""What a caller gets back.
+"""The outputs of the engine, as callers get them.
 
 The engine itself answers in deltas (`RequestDelta`): the tokens that became certain in one step. Texts
 and cumulative answers (`RequestOutput`) are made of them by `engine.text.processor` and `engine.interface.llm`.
@@ -69,8 +69,8 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
-    """What a decoder reads that classifies its encoder's input: one token, then the input itself up to its last `end`,
-    before which the state stands that is classified (BART, arXiv:1910.13461, 3.1).
+    """The decoder's input in a model that classifies its encoder's input: one token, then the input itself up to its
+    last `end`. The state before that `end` is classified (BART, arXiv:1910.13461, 3.1).
 
     Attributes:
         start: the first token; None: the input's last one.
@@ -132,7 +132,7 @@ class BeamMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamMoves:
-    """What a step of a beam search decided.
+    """The decisions of one step of a beam search.
 
     Attributes:
         live: the beams that go on, best first; empty when the search is over.
@@ -145,7 +145,7 @@ class BeamMoves:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class RequestDelta:
-    """What one step brought one request; immutable by convention.
+    """The news of one step for one request; immutable by convention.
 
     Attributes:
         request_id: the request.
@@ -302,7 +302,7 @@ class CatalogueInfo:
 
 @dataclass(frozen=True, slots=True)
 class SignalInfo:
-    """What an encoder reads instead of token ids.
+    """The form of an encoder's input that consists of numbers instead of token ids.
 
     Attributes:
         kind: what is sent.
@@ -317,7 +317,7 @@ class SignalInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInfo:
-    """How a query, or a document, is read for vectors of its tokens (ColBERT, arXiv:2004.12832, 3.2).
+    """The rules for reading a query, or a document, for vectors of its tokens (ColBERT, arXiv:2004.12832, 3.2).
 
     Attributes:
         marker: the token of the vocabulary that stands after an input's first one; None for none.
@@ -353,7 +353,7 @@ class TokenVectorsInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """What tells where in an encoder's input a decoder's tokens are said: heads of its attention to that input.
+    """The attention heads that show where in an encoder's input a decoder's tokens are said.
 
     Attributes:
         heads: (layer, head) pairs, at least one.
@@ -366,7 +366,7 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntitiesInfo:
-    """How a model that finds entities reads labels and texts.
+    """The rules by which a model that finds entities reads labels and texts.
 
     Attributes:
         label_mark, text_mark: the tokens before each label, and before the text's words.
@@ -461,10 +461,9 @@ class EngineInfo:
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
-        token_types: segments that its tokens may belong to.
+        sides: the number of values of each side of its tokens that it reads (`engine.interface.token_sides`).
         second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
             second, and those after its first token where there is no such; None: all are of the first.
-        boxes: edges of its tokens' boxes are below it; 0 of a model that reads no boxes.
         lower_case: texts are to be lower-cased before they are tokenised.
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
             unless another is asked for.
@@ -514,9 +513,8 @@ class EngineInfo:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
-    token_types: int = 0
+    sides: dict[str, int] = field(default_factory=dict)
     second_after: int | None = None
-    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -530,5 +528,7 @@ class EngineInfo:
 
     @property
     def format(self) -> str:
-        """Of weights and activations, such as "bfloat16" or "bfloat16, int8 weights"."""
-        return self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization} weights"
+        """The format of weights and activations, such as "bfloat16" or "bfloat16 with int8 weights"."""
+        if self.quantization is None:
+            return self.dtype
+        return f"{self.dtype} with {'packed' if self.quantization == 'stored' else self.quantization} weights"

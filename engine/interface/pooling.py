@@ -20,20 +20,21 @@ _MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
 # What a model that cannot serve a task lacks.
 _LACKS = {
     "generate": "it has no language-model head over a decoder",
+    "reward": "it has no head that scores texts or tokens",
     "embed": "its head is made for other answers than vectors",
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
     "answer": "it has no head that finds answers",
     "entities": "it has no head that finds entities by labels",
     "fill_mask": "it has no masked-language-model head",
-    "token_embed": "it is no encoder of texts that gives vectors",
+    "token_embed": "it is not a text encoder that gives vectors",
     "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What to make of an input's hidden states.
+    """The parameters of a pooling request: the result that is made of an input's hidden states.
 
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
@@ -128,7 +129,7 @@ class Pooling:
 
 
 def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int) -> Pooling:
-    """What a request for an input of so many tokens asks of this model.
+    """The complete settings of a pooling request, for this model and an input of so many tokens.
 
     Raises:
         InvalidRequestError: the model cannot do it, or a parameter is impossible for it.
@@ -239,8 +240,11 @@ def _check_places(name: str, places: Any) -> None:
             fail(name, f"{name} must hold integers of at least 0, got {brief(place)}.")
 
 
-def check_task(info: EngineInfo, task: Task) -> None:
+def check_task(info: EngineInfo, task: Task, called: str = "") -> None:
     """Refuse a task that the model cannot serve.
+
+    Args:
+        called: the caller's name for the task.
 
     Raises:
         InvalidRequestError: says why, and which tasks it can serve.
@@ -251,9 +255,9 @@ def check_task(info: EngineInfo, task: Task) -> None:
         elif info.max_encoder_len is not None and "generate" in info.tasks:
             lacks = "it is an encoder-decoder model, made to generate"
         else:
-            lacks = _LACKS[task]
+            lacks = _LACKS[called or task]
         raise InvalidRequestError(
-            f"this model cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
+            f"this model cannot serve {called or task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",
             code="unsupported_task",
         )

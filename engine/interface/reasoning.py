@@ -87,7 +87,7 @@ class LimitedReasoning:
 
     @property
     def problem(self) -> str | None:
-        """Why what else the answer is held to can go on no more."""
+        """The reason why the inner constraint cannot go on; None if it can."""
         return self.inner.problem if isinstance(self.inner, Failing) else None
 
     def accept(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""What a caller hands in: inputs and parameters, frozen and validated at the border.
+"""Requests as a caller hands them in: inputs and parameters, frozen and validated at the border.
 
 Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
 where the model has none, the value given in the field's description. Names are vLLM's.
@@ -6,7 +6,7 @@ where the model has none, the value given in the field's description. Names are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from engine.interface.pooling import Pooling, PoolingParams
 from engine.interface.reasoning import ReasoningBudget, check_no_beams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.structured import StructuredOutputsParams
+from engine.interface.token_sides import SIDES, Sides, asked_sides
 from engine.interface.values import (
     IDS,
     MAX_INT,
@@ -86,12 +87,37 @@ class TokenInput:
         token_type_ids: the segment of each token, for encoders that tell segments apart; None: all are of the first.
         bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower], a page being
             1000 wide and 1000 high as most models are trained; None: all are zeros.
+        sides: other sides of the tokens by their names (`engine.interface.token_sides`), an entry for each token.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
     token_type_ids: Sequence[int] | None = None
     bbox: Sequence[Sequence[int]] | None = None
+    sides: Mapping[str, Sequence[Any]] | None = None
+
+    @property
+    def given(self) -> dict[str, Sequence[Any]]:
+        """The sides that it brings, by their names."""
+        fields = {side.name: getattr(self, side.param) for side in asked_sides() if side.param is not None}
+        return {**(self.sides or {}), **{name: values for name, values in fields.items() if values is not None}}
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], text: str | None, sides: Mapping[str, Sequence[Any]]) -> TokenInput:
+        """An input with these sides, each in the field that it has."""
+        fields = {side.name: side.param for side in asked_sides() if side.param is not None}
+        named = {fields[name]: values for name, values in sides.items() if name in fields}
+        return cls(token_ids, text, sides={k: v for k, v in sides.items() if k not in fields} or None, **named)
+
+    def keeping(self, token_ids: Sequence[int], entries: Callable[[Sequence[Any]], Sequence[Any]]) -> TokenInput:
+        """The input with other tokens; `entries` makes a side's entries for them of those that it has."""
+        return self.of(token_ids, self.text, {name: entries(values) for name, values in self.given.items()})
+
+    def filled(self, token_ids: Sequence[int]) -> TokenInput:
+        """The input with more tokens at its end, whose sides are the default."""
+        more = {name: [SIDES[name].entry] * len(token_ids) for name in self.given}
+        sides = {name: [*values, *more[name]] for name, values in self.given.items()}
+        return self.of([*self.token_ids, *token_ids], self.text, sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +159,7 @@ EngineInput = TokenInput | Seq2SeqInput | PixelInput | AudioInput | Sequence[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to decode one request.
+    """The decoding parameters of one request.
 
     Attributes:
         max_tokens: most tokens to generate (default: the model's own, else 16).
@@ -344,7 +370,7 @@ class SamplingParams:
         check_no_beams(self.num_beams)
         for other in ("allowed_token_ids", "constraint"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with reasoning_budget, which lets other tokens come.")
+                fail(other, f"{other} cannot be used with reasoning_budget, which changes the allowed tokens itself.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -370,7 +396,7 @@ class SamplingParams:
             fail("ignore_eos", "ignore_eos cannot be used with constraint: answers end where a title does.")
         for other in ("allowed_token_ids", "forced_eos_token_id", "structured_outputs"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
+                fail(other, f"{other} cannot be used with constraint, which sets the allowed tokens itself.")
 
     def _check_timestamps(self) -> None:
         if not self.timestamps:
@@ -481,8 +507,7 @@ class Request:
             each position that the signal becomes.
         decoding: how to decode, all defaults filled in.
         pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
-        token_type_ids: the segment of each token of the prompt; () where all are of the first.
-        boxes: where each token of the prompt stands on its page; () where all boxes are zeros.
+        sides: what is known of the prompt's tokens beside their ids.
         priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -498,8 +523,7 @@ class Request:
     tenant: str | None = None
     encoder_token_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
-    token_type_ids: tuple[int, ...] = ()
-    boxes: tuple[tuple[int, ...], ...] = ()
+    sides: Sides = field(default_factory=dict, compare=False)
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property

@@ -139,7 +139,7 @@ WORDS = TABLE.itemsize // 4
 
 
 class Kind(IntEnum):
-    """What an edit does to a token's logit (of a beam: log-probability), in the order in which edits are made.
+    """The effect of an edit on a token's logit (of a beam: log-probability), in the order in which edits are made.
 
     Attributes:
         BIAS: `value` is added.
@@ -171,7 +171,7 @@ new_version: Callable[[], int] = itertools.count((os.getpid() << 32) + 1).__next
 
 
 def word(name: str) -> int:
-    """In which word of its row a column begins."""
+    """The index of the word of its row in which a column begins."""
     fields: Any = TABLE.fields
     place: int = fields[name][1] // 4
     return place

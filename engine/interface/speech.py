@@ -1,4 +1,4 @@
-"""What a speech model says of its tokens, and the rules of its timestamps (Whisper, arXiv:2212.04356)."""
+"""The special tokens of speech models, and the rules of their timestamps (Whisper, arXiv:2212.04356)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def read_speech(
     *,
     honour: bool = True,
 ) -> SpeechInfo | None:
-    """What a `generation_config.json` says of a speech model's tokens, and its tokenizer where that does not, as older
-    files of Whisper; None of a model that knows no timestamps, or for want of a tokenizer that would tell.
+    """The special tokens of a speech model, from `generation_config.json`, or from the tokenizer where that file lacks
+    them, as older files of Whisper do. None for a model that knows no timestamps, or if no tokenizer can tell.
 
     Args:
         config: the model's, of `transformers`, which says how many heads there are.
@@ -118,7 +118,8 @@ def read_speech(
 
 
 def _forced(stored: Mapping[str, Any], config: Any) -> list[int | None]:
-    """What `forced_decoder_ids` puts behind the first token, from place 1 on; None for what is found out."""
+    """The tokens that `forced_decoder_ids` puts behind the first token, from place 1 on; None at the places that the
+    engine finds out."""
     pairs = stored.get("forced_decoder_ids")
     if pairs is None:
         pairs = getattr(config, "forced_decoder_ids", None)

@@ -1,4 +1,4 @@
-"""What an answer must look like, as a request says it: a JSON schema, a regular expression, a choice, a grammar.
+"""The format that a request asks of its answer: a JSON schema, a regular expression, a choice, a grammar.
 
 The names are vLLM's (`StructuredOutputsParams`). Only sizes are checked here; what the texts mean is found out where
 they are compiled (`engine.text.grammars`).
@@ -23,7 +23,7 @@ MAX_CHOICES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must look like; exactly one of the first six is given.
+    """The format of an answer; exactly one of the first six fields is set.
 
     Attributes:
         choice: the answer is one of these texts.
@@ -74,7 +74,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them is given."""
+        """The name of the field that is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""What a single value of a request may be: numbers in their ranges, lists of token ids, and how errors show them."""
+"""Checks of single values of a request: numbers in their ranges, lists of token ids, and their display in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model can serve, by its parts and its config."""
+"""The tasks that a model can serve, by its parts and its config."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Abilities:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
-    token_types: int = 0
+    sides: dict[str, int] = field(default_factory=dict)
     second_after: int | None = None
-    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -59,7 +58,7 @@ _CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 
 def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
-    """What the model of a transformers config can serve.
+    """The tasks that the model of a transformers config can serve.
 
     Args:
         pipeline: what its folder says of its embeddings.
@@ -68,10 +67,9 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         ModelLoadError: the pipeline does not fit the model.
     """
     embedding = model.trunk.embedding
-    found: dict[str, Any] = {"lower_case": pipeline.lower_case}
+    found: dict[str, Any] = {"lower_case": pipeline.lower_case, "sides": model.trunk.sides}
     found["filler"] = model.filler
     if isinstance(embedding, spec.Tokens):
-        found["token_types"], found["boxes"] = embedding.token_types, embedding.boxes
         found["second_after"] = embedding.second_after
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan | spec.LabelledSpans)):
@@ -142,7 +140,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
 
 
 def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any]) -> tuple[Task, ...]:
-    """What an encoder can make of its tokens beside one vector of all; `found` is told how.
+    """The results that an encoder can give of its tokens beside one vector of all; `found` is told how.
 
     Raises:
         ModelLoadError: a layer is made for hidden states of another size, or a head that it needs is not stored.
@@ -201,8 +199,8 @@ def _does(head: spec.Head, both: bool) -> str:
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
-    """What sentence-transformers wrote for a cross-encoder; else as transformers' pipelines have it: of texts by the
-    kind of problem or by the number of classes, of tokens always softmax.
+    """The activation that sentence-transformers wrote for a cross-encoder; else that of transformers' pipelines: of
+    texts by the kind of problem or by the number of classes, of tokens always softmax.
 
     Raises:
         UnsupportedModelError: it names another function of torch than is implemented.

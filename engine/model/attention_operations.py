@@ -145,7 +145,7 @@ class Attend(HasRows):
 
     @property
     def window(self) -> Sight | None:
-        """What a query sees at most."""
+        """The tokens that a query sees at most."""
         return None if self.is_cross else self.part.window
 
 

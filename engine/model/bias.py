@@ -33,7 +33,7 @@ class BiasTable(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self) -> DistanceBias | PositionBias:
-        """What `AttentionBackend.attend` takes."""
+        """The bias in the form of `AttentionBackend.attend`."""
         return PositionBias(self.table) if self.zero is None else DistanceBias(self.table, zero=self.zero)
 
 
@@ -51,7 +51,7 @@ class BucketTable(nn.Module):
         self.register_buffer("buckets", bucket_of(part, distances).to(place.device), persistent=False)
 
     def forward(self) -> DistanceBias:
-        """What `AttentionBackend.attend` takes; distances beyond the last have its bucket."""
+        """The bias in the form of `AttentionBackend.attend`; distances beyond the last have its bucket."""
         return DistanceBias(self.weight.index_select(0, self.buckets).t().float().contiguous(), zero=self.zero)
 
 

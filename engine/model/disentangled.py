@@ -33,7 +33,7 @@ class DisentangledAttention(SelfAttention):
         self._bias: ContentBias | None = None
 
     def bias(self, distances: DistanceTable) -> ContentBias:
-        """What is added to the scores."""
+        """The bias that is added to the scores."""
         if self._bias is None:
             keys, queries = self._project(distances())
             self._bias = ContentBias(keys, queries, distances.columns, distances.zero)

@@ -34,7 +34,7 @@ class DistanceTable(nn.Module):
 
 
 def column_of(part: DistanceVectors, distances: Tensor) -> Tensor:
-    """Which vector belongs to each distance (key position - query position), int64.
+    """The index of the vector of each distance (key position - query position), int64.
 
     The operations on buckets are those of transformers, in its order: where a bucket ends depends on the last bit.
     """

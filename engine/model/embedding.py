@@ -1,8 +1,8 @@
-"""What a stack begins with: token ids, an image's patches, or frames of sound, to vectors."""
+"""The beginning of a stack: token ids, an image's patches, or frames of sound, to vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,7 @@ from engine.model.positions import Sinusoidal
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [Tp], positions [Tp], segments [Tp] (None: all of the first) and boxes [Tp, 4] (None: all zeros) to
-    vectors [Tp, hidden].
+    """Token ids [Tp], positions [Tp] and sides to vectors [Tp, hidden].
 
     Args:
         shared: a token table that another module owns.
@@ -58,15 +57,15 @@ class TokenEmbedding(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        types: Tensor | None,
-        boxes: Tensor | None,
         metadata: AttentionMetadata,
         tokens: int,
+        sides: Mapping[str, Tensor],
     ) -> Tensor:
         """The vectors.
 
         Args:
             metadata: the inputs that the first `tokens` tokens form; others are padding.
+            sides: see `Inputs`.
         """
         if self.look_up is None:
             x = F.embedding(token_ids, self.tokens)
@@ -87,8 +86,9 @@ class TokenEmbedding(nn.Module):
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
         if self.boxes is not None:
-            x = self.boxes(x, boxes)
+            x = self.boxes(x, sides.get("boxes"))
         if self.types is not None:
+            types = sides.get("token_types")
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.tasks is not None:
             x = x + self.tasks[0]

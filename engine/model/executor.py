@@ -1,4 +1,4 @@
-"""Which executor runs a program on a device."""
+"""The choice of the executor that runs a program on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("octavo.model")
 
 
 class Executor(Protocol):
-    """What runs a program."""
+    """An object that runs a program."""
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""

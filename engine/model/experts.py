@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends import triton as gpu
-from engine.backends.native.gemm import Quantised, Weight
+from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
@@ -26,7 +26,7 @@ class ExpertMatrices(nn.Module):
 
     Attributes:
         packed: the matrices as a CPU's kernels read them.
-        few_bits: all of them with few bits on a GPU; numbers and scales begin with [count, out].
+        few_bits: all of them, quantised, on a GPU; numbers and scales begin with [count, out].
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
@@ -40,12 +40,12 @@ class ExpertMatrices(nn.Module):
         self.stored: Held | None = None  # as those of `Linear`
         self.taken = False
 
-    def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight] | None = None) -> None:
-        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU where they have few bits; the
+    def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight | Packed] | None = None) -> None:
+        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU if they are quantised; the
         plain ones are given up, or are on the model's device from then on.
 
         Args:
-            quantised: gives a matrix as it has been quantised; the plain ones need not be filled then.
+            quantised: gives a matrix as it has been quantised or packed; the plain ones need not be filled then.
         """
         matrices = self.weight if quantised is None else map(quantised, range(self.count))
         if not on_gpu(self.device):
@@ -75,12 +75,12 @@ class ExpertMatrices(nn.Module):
 
     @property
     def held(self) -> Tensor | Quantised:
-        """As a GPU's kernels read them."""
+        """The matrices as a GPU's kernels read them."""
         return self.weight if self.few_bits is None else self.few_bits
 
 
 def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
-    """So many matrices as one, whose numbers and scales begin with [count, out]; one at a time is there twice."""
+    """A stack of so many matrices, whose numbers and scales begin with [count, out]; one at a time is there twice."""
     whole: Quantised | None = None
     for index, one in enumerate(matrices):
         if whole is None:
@@ -281,7 +281,7 @@ class ExpertsFeedForward(nn.Module):
 
 
 def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
-    """What `Clamped` makes of rows [gate | up], [T, 2 * width] to [T, width]."""
+    """The result of `Clamped` for rows [gate | up], [T, 2 * width] to [T, width]."""
     gate, up = x.chunk(2, dim=-1)
     opened = activate(lambda g: g * torch.sigmoid(part.slope * g), gate.clamp(max=part.limit))
     return (up.clamp(-part.limit, part.limit) + 1) * opened

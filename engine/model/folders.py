@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.model.gguf.files import SUFFIX, single_file
+from engine.model.gguf.files import SUFFIX, mentions_chat_template, single_file
 from engine.model.gguf.on_hub import named_file
 
 
@@ -49,17 +51,54 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def near(path: Path) -> str:
-    """ " Did you mean ...?" if a checkpoint or a GGUF file beside a path that is not there has a similar name."""
+    """ " Did you mean ...?" if a path that does not exist resembles that of a checkpoint or a GGUF file.
+
+    Its folders may be misspelt, too.
+    """
     try:
-        beside = [
-            other.name
-            for other in path.parent.iterdir()
-            if (other.suffix == SUFFIX or is_checkpoint(other) or any(other.glob(f"*{SUFFIX}")))
-        ]
+        folder = _existing(path.parent)
+        found = None if folder is None else _similar(path.name, filter(_is_model, folder.iterdir()))
     except OSError:
         return ""
-    found = difflib.get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {path.parent / found[0]}?" if found else ""
+    return f" Did you mean {found}?" if found else ""
+
+
+def _existing(folder: Path) -> Path | None:
+    """The folder, or the one with the most similar path."""
+    if folder.is_dir():
+        return folder
+    parent = _existing(folder.parent)
+    return None if parent is None else _similar(folder.name, filter(Path.is_dir, parent.iterdir()))
+
+
+def _similar(name: str, paths: Iterable[Path]) -> Path | None:
+    known = {path.name: path for path in paths}
+    longer = sorted(other for other in known if other.lower().startswith(Path(name).stem.lower()))
+    found = [name] if name in known else difflib.get_close_matches(name, known, n=1) or longer
+    return known[found[0]] if found else None
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix == SUFFIX or is_checkpoint(path) or any(path.glob(f"*{SUFFIX}"))
+
+
+def lacks_chat_template(path: Path) -> bool:
+    """Whether a text model's checkpoint brings no chat template, as base models do. It reads no weights.
+
+    Args:
+        path: what `find_here` found. False for models other than decoders of text, which have their own refusals.
+    """
+    if path.suffix == SUFFIX:
+        return not mentions_chat_template(path)
+    if any(path.glob("chat_template*")) or any(path.glob("*.jinja")) or (path / "additional_chat_templates").exists():
+        return False
+    try:
+        names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+        tokenizer = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # loading it will say what is wrong
+    decodes = isinstance(names, list) and bool(names) and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
+    return decodes and isinstance(tokenizer, dict) and not tokenizer.get("chat_template")
 
 
 def _looks_like_path(model: str) -> bool:

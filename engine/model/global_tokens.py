@@ -20,7 +20,7 @@ class GlobalAttention(SelfAttention):
 
 
 def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionMetadata) -> list[range]:
-    """Which tokens of each row are global, by their places in it; found by the first layer of a step, for all.
+    """The global tokens of each row, by their places in it; the first layer of a step finds them for all.
 
     Args:
         token_ids: [Tp].

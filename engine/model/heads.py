@@ -1,4 +1,4 @@
-"""What reads the hidden states: the modules of heads."""
+"""The modules of heads, which read the hidden states."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Panel(nn.Module):
         self.members = nn.ModuleList(members)
 
     def make_ready(self) -> None:
-        """As `Head.make_ready`."""
+        """Prepare for rows, as `Head.make_ready` does."""
         for member in self.members:
             assert isinstance(member, Head)
             member.make_ready()
@@ -99,7 +99,7 @@ class Panel(nn.Module):
 
 
 class Probe(nn.Module):
-    """What a learned query makes of the hidden states of an input."""
+    """The summary of an input's hidden states by a learned query."""
 
     def __init__(self, part: spec.Probe, hidden: int, place: Place):
         super().__init__()

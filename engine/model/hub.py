@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from engine.errors import ModelLoadError, NotDownloadedError
+from engine.host.logs import adopt_libraries, configured
 from engine.model.folders import near
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.on_hub import choose, nothing_chosen
@@ -27,7 +28,7 @@ logger = logging.getLogger("octavo.model")
 
 
 def at(model: str, revision: str | None) -> str:
-    """How messages name a model of the hub."""
+    """The name of a model of the hub in messages."""
     return f"{model} (revision {revision})" if revision else model
 
 
@@ -79,7 +80,9 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
         except refusals:
             raise
         except Exception as error:  # whatever the HTTP client of the installed version raises
-            logger.warning("%s: the hub does not list its files: %s", model, error)
+            logger.warning(
+                "The hub does not list the files of %s (%s). The local cache is searched instead.", model, error
+            )
             return None
 
 
@@ -87,6 +90,8 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
 def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterator[None]:
     """Turn what the hub's client raises into errors that say what to do."""
     place = at(model, revision)
+    if configured() is not None:
+        adopt_libraries()  # else the client's warnings appear twice
     try:
         yield
     except HFValidationError as error:
@@ -100,7 +105,7 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"There is no folder {model}, and no public model {place} on the hub.{near(Path(model))} "
+            f"{place} is neither a local folder nor a public model on the hub.{near(Path(model))} "
             "Check the name, or set HF_TOKEN to a token with access."
         ) from error
     except RevisionNotFoundError as error:
@@ -119,6 +124,6 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
 def _unreachable(model: str, place: str) -> str:
     why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (
-        f"There is no folder {model}, {place} is not complete in the local cache, and {why}.{near(Path(model))} "
-        "Connect to the network, or give a local folder that holds the checkpoint."
+        f"{place} is neither a local folder nor complete in the local cache, and {why}.{near(Path(model))} Check the "
+        "network, or give the path of a local model."
     )

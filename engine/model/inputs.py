@@ -1,9 +1,9 @@
-"""What one pass through a stack is given."""
+"""The inputs of one pass through a stack."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from engine.model.layers import CrossPages, Linear
 
 
 class Adapters(Protocol):
-    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
+    """The additions of low-rank adapters to products (arXiv:2106.09685); each row of a pass has one or none."""
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
         """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
@@ -23,16 +23,16 @@ class Adapters(Protocol):
 
 
 class QueryKeeper(Protocol):
-    """Is shown the queries of a pass to an encoder's keys."""
+    """A function that sees the queries of a pass to an encoder's keys."""
 
     def __call__(self, layer: int, queries: Tensor) -> None:
-        """Those of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        """Take the queries of a layer, [Tp, heads, head_dim], which are overwritten later."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
+    """The inputs of one pass through a stack: T = `tokens` tokens laid end to end, then padding up to Tp.
 
     Attributes:
         token_ids, positions: [Tp].
@@ -42,14 +42,14 @@ class Inputs:
         caches: the pages of each decoder layer; None for an encoder alone.
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
-        types: [Tp] the segment of each token; None: all are of the first.
-        boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
-        rotary_positions: [Tp] the rows of rotary tables; None: positions are.
+        sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
+            side that is not there has its default for all.
         adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
         keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
+        rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
     """
 
     token_ids: Tensor
@@ -60,14 +60,17 @@ class Inputs:
     caches: Sequence[Paged] | None = None
     slots: Tensor | None = None
     cross: CrossPages | None = None
-    types: Tensor | None = None
-    boxes: Tensor | None = None
-    rotary_positions: Tensor | None = None
+    sides: Mapping[str, Tensor] = field(default_factory=dict)
     adapters: Adapters | None = None
     form: RowForm = LIBRARY
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
     keeper: QueryKeeper | None = None
+    rotary_rows: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets = self.sides.get("rotary_offsets")
+        object.__setattr__(self, "rotary_rows", self.positions if offsets is None else self.positions + offsets)
 
     @property
     def needs_torch(self) -> bool:
@@ -76,13 +79,8 @@ class Inputs:
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:
-        """For a program that takes rows x [N, features] which are independent of each other."""
+        """The inputs of a program that takes rows x [N, features] which are independent of each other."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
         metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))
         return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
-
-    @property
-    def rotary_rows(self) -> Tensor:
-        """[Tp] the rows of rotary tables."""
-        return self.positions if self.rotary_positions is None else self.rotary_positions

@@ -1,5 +1,5 @@
-"""Where kernels of our own take over from torch: on a CPU (`engine.backends.native`) for what they are faster at, on
-a GPU (`engine.backends.triton`) for all of this.
+"""The places where our own kernels take over from torch: on a CPU (`engine.backends.native`) for what they do faster,
+on a GPU (`engine.backends.triton`) for all of this.
 
 Which code computes a row is decided by its format alone, never by how many rows there are: a row's bits would depend on
 the batch. Without a library, and for what is not listed here, torch computes the same.
@@ -36,7 +36,7 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 class RowForm(NamedTuple):
-    """How one row alone is computed on a GPU; the form of a pass is an argument of it.
+    """The form in which a GPU computes one row alone; the form of a pass is an argument of it.
 
     Attributes:
         name: for the log.

@@ -18,7 +18,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata
 from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
-from engine.backends.native.gemm import Quantised, Weight
+from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import kernels, spec
 from engine.model.activations import activate
 from engine.model.bias import BucketTable
@@ -46,7 +46,7 @@ class CrossPages:
 
     @staticmethod
     def empty(query_lens: list[int], device: torch.device) -> CrossPages:
-        """For rows of a trial step, which have no encoder input."""
+        """Empty inputs for rows of a trial step, which have no encoder input."""
         rows = len(query_lens)
         tables = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return CrossPages(tables, AttentionMetadata.build(query_lens, [0] * rows, device))
@@ -73,18 +73,19 @@ class Linear(nn.Module):
     def pack(
         self,
         quantization: Held | None = None,
-        quantised: Callable[[int], Weight] | None = None,
+        quantised: Callable[[int], Weight | Packed] | None = None,
         amx: bool = False,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
         """Lay the filled weight out as matrix kernels read it, once instead of at every product: those of a CPU, or of
-        a GPU where it has few bits.
+        a GPU if it is quantised.
 
         The plain weight is given up; else it is on the model's device from then on. `Transformer.pack_matrix` gives up
         one that another module owns.
 
         Args:
-            quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
+            quantised: gives matrix 0, the only one, as it has been quantised or packed; the plain one need not be
+                filled then.
             amx: see `pack_product`.
             parts: gives the weight some rows at a time, see `pack_parts`; it need not be filled then.
         """
@@ -109,14 +110,14 @@ class Linear(nn.Module):
 
     @property
     def few_bits(self) -> Quantised | None:
-        """The weight, where it has few bits on a GPU."""
+        """The weight, if it is quantised and on a GPU."""
         return None if self.packed is None else self.packed.few_bits
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def warm(self, dtype: torch.dtype) -> None:
-        """Compile the kernels of a weight of few bits, if such serve, for any number of rows of a format."""
+        """Compile the kernels of a quantised weight, if such serve, for any number of rows of a format."""
         weight = self.few_bits
         if weight is None or not gpu.serves(self.device):
             return
@@ -269,7 +270,7 @@ class GatedFeedForward(nn.Module):
 
 
 class FourierMixing(nn.Module):
-    """What mixes tokens without weights."""
+    """A mixing of tokens without weights."""
 
 
 class OpenedFeedForward(nn.Module):

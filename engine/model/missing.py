@@ -1,4 +1,4 @@
-"""Which parts of a model have no implementation yet."""
+"""The parts of a model that have no implementation yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.model.positions import Disentangled, Learned, QueryBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
-    """What of the model has no implementation, one line a part; empty if all of it can be served."""
+    """The parts of the model that have no implementation, one per line; empty if all of it can be served."""
     missing: list[str] = []
     if model.decoder is None and isinstance(model.head, spec.Lm):
         missing.append("language-model heads over an encoder")
@@ -56,8 +56,6 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
     if model.decoder is not None:
         if not isinstance(model.decoder.embedding, spec.Tokens):
             missing.append("a decoder that reads no token ids")
-        elif model.decoder.embedding.boxes:
-            missing.append("boxes of a decoder's tokens")
         missing.extend(_unsupported_decoder(model.decoder, has_encoder=model.encoder is not None))
     if model.twin is not None:
         missing.extend(unsupported(model.twin))
@@ -102,7 +100,7 @@ def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
     ends = (stack.final_norm, stack.projection, stack.shared_bias, stack.repeated)
     tokens = stack.embedding
     plain = isinstance(tokens, spec.Tokens) and not (
-        tokens.expansion or tokens.projection or tokens.token_types or tokens.tasks or tokens.boxes
+        tokens.expansion or tokens.projection or tokens.tasks or stack.sides
     )
     found = {
         "outside a decoder": not decodes,

@@ -20,7 +20,7 @@ from engine.model.layers import Linear, SpanConvolution, XieluFeedForward
 
 
 class HasRows:
-    """What an operation reads and writes."""
+    """The buffers that an operation reads and writes."""
 
     __slots__ = ()
     READS: ClassVar[tuple[str, ...]] = ()
@@ -46,7 +46,7 @@ class HasRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed(HasRows):
-    """out = the vectors of token ids, with positions and segments, or those of signals."""
+    """out = the vectors of token ids, with their positions and sides, or those of signals."""
 
     WRITES = ("out",)
     module: Embedding
@@ -55,9 +55,7 @@ class Embed(HasRows):
     def vectors(self, inputs: Inputs) -> Tensor:
         """[Tp, features] of what a pass is given."""
         if isinstance(self.module, TokenEmbedding):
-            x: Tensor = self.module(
-                inputs.token_ids, inputs.positions, inputs.types, inputs.boxes, inputs.metadata, inputs.tokens
-            )
+            x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
             return x
         x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))

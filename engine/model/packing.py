@@ -1,4 +1,4 @@
-"""Matrix products with weights that were laid out once: on a CPU by our own kernels or by oneDNN, or of few bits."""
+"""Matrix products with weights that were laid out once: on a CPU by our own kernels or by oneDNN, or quantised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.model import quantisation
-from engine.model.quantisation import Held
+from engine.model.quantisation import Held, Parts, Quantization
 
 LookUp = Callable[[Tensor, torch.dtype], Tensor]
 
@@ -26,7 +26,7 @@ class PackedProduct:
         compute: the product.
         invariant: a row of it never depends on the others, however many there are.
         native: the weight, where our own kernels compute it on a CPU.
-        few_bits: the weight, where it has few bits on a GPU.
+        few_bits: the weight, if it is quantised and on a GPU.
         look_up: rows [N] of the weight in a format, [N, in]; None where they cannot be read from its packed form.
     """
 
@@ -41,14 +41,15 @@ class PackedProduct:
 
 
 def pack_product(
-    weight: Tensor | gemm.Weight,
+    weight: Tensor | gemm.Weight | gemm.Packed,
     bias: Tensor | None = None,
     quantization: Held | None = None,
     amx: bool = False,
     device: torch.device | None = None,
     table: bool = False,
 ) -> PackedProduct | None:
-    """The product with a weight [out, in], which is not needed any more; None if plain products are best.
+    """The product with a weight [out, in], which is not needed any more unless it is packed already; None if plain
+    products are best.
 
     One form serves all numbers of rows, because two would take twice the memory. Ours reaches oneDNN's speed at many
     rows and is up to three times as fast at few, see docs/performance.md.
@@ -59,6 +60,8 @@ def pack_product(
         device: of the product; None: the weight's.
         table: its rows are looked up as well, which oneDNN's packed form does not allow.
     """
+    if isinstance(weight, gemm.Packed):
+        return native_product(gemm.with_bias(weight, bias))
     if device is not None and on_gpu(device):
         if quantization is None:
             return None
@@ -84,6 +87,40 @@ def pack_product(
         return out
 
     return PackedProduct(by_onednn, invariant=False)
+
+
+Pieces = tuple[tuple[gemm.Kind, int], ...]
+"""A packed weight: the kind and the outputs of each of its parts, or of the whole."""
+
+
+def pieces_of(
+    outputs: int, inputs: int, dtype: torch.dtype, quantization: Held | None, rotated: bool, amx: bool, table: bool
+) -> Pieces:
+    """The form that `pack_product` gives a weight on a CPU; empty where our own kernels do not compute the product.
+
+    Args:
+        dtype: of the weight if it is plain.
+        rotated: of the quantised groups, see `gemm.Quantised`.
+        quantization, amx, table: see `pack_product`.
+    """
+    if not native.available():
+        return ()
+    if isinstance(quantization, Parts):
+        kinds = zip(quantization.kinds, quantization.lengths, strict=True)
+        return tuple((_kind_of(kind, rotated), length) for kind, length in kinds)
+    if quantization is not None:
+        return ((_kind_of(quantization, rotated), outputs),)
+    if _native_is_best(dtype, amx) or (table and _has_vectors(dtype)):
+        return ((gemm.plain_kind(dtype, inputs, amx or table), outputs),)
+    return ()
+
+
+def _kind_of(kind: Quantization | gemm.BlockKind, rotated: bool) -> gemm.Kind:
+    match kind:
+        case "int8" | "int8-fast" | "int4":
+            return gemm.quantised_kind(kind, rotated)
+        case _:
+            return kind
 
 
 def keeps_once(device: torch.device, dtype: torch.dtype, quantization: Held | None) -> bool:
@@ -119,9 +156,7 @@ def pack_parts(
     """
     if quantization is None:
         return native_product(gemm.pack_parts(parts, outputs, bias, partial(_pack_part, amx)))
-    packed = quantisation.pack_parts(parts, outputs, bias, quantization)
-    compute, look_up = quantisation.native_product(packed), partial(_rows, packed)
-    return PackedProduct(compute, invariant=True, native=packed, look_up=look_up)
+    return native_product(quantisation.pack_parts(parts, outputs, bias, quantization))
 
 
 def _rows(packed: gemm.Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,8 +174,8 @@ def on_gpu(device: torch.device) -> bool:
 
 def native_product(packed: gemm.Packed) -> PackedProduct:
     """The product with a weight of any kind that `engine.backends.native.gemm` has laid out."""
-    look_up = partial(_rows, packed)
-    return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed, look_up=look_up)
+    compute, look_up = quantisation.native_product(packed), partial(_rows, packed)
+    return PackedProduct(compute, invariant=True, native=packed, look_up=look_up)
 
 
 def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How many parameters a config asks for, held against the files of its checkpoint."""
+"""The number of parameters that a config asks for, compared with the files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
     """Refuse a config that asks for more weights than the files of a checkpoint can hold, before anything is made.
 
     Args:
-        scheme: how weights of few bits are stored.
+        scheme: how quantised weights are stored.
 
     Raises:
-        ModelLoadError: there are fewer bytes, and fewer numbers of few bits, than parameters; or no files.
+        ModelLoadError: there are fewer bytes, and fewer quantised numbers, than parameters; or no files.
     """
     with Checkpoint(path, scheme) as checkpoint:  # a damaged file says so
         size = sum(file.stat().st_size for file in checkpoint.files)
@@ -50,7 +50,7 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
 
 
 def _parameters(stack: Stack) -> int:
-    """Those of the matrices in the layers, and of the vectors beside the tokens."""
+    """The parameters of the matrices in the layers, and of the vectors beside the tokens."""
     beside = stack.global_vectors + (0 if stack.predicting is None else stack.predicting.vectors)
     return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + beside * stack.hidden_size
 

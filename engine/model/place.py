@@ -1,4 +1,4 @@
-"""Where the parameters of modules are made."""
+"""The place where the parameters of modules are made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where parameters live, and in which format.
+    """The device and the format of parameters.
 
     Attributes:
         filled_on: where matrices are until they are packed; None: on the device.

@@ -1,4 +1,4 @@
-"""What a stack computes, as a flat list of operations on rows of features.
+"""The computation of a stack, as a flat list of operations on rows of features.
 
 The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
 list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
@@ -124,7 +124,7 @@ class Program:
 
 
 def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ...]]:
-    """For each operation the buffers that nothing reads after it before they are written again."""
+    """The buffers of each operation that nothing reads after it before they are written again."""
     found: list[tuple[int, ...]] = []
     needed = {result.buffer}
     for operation in reversed(operations):
@@ -215,7 +215,7 @@ class Builder:
         self.operations.append(operation)
 
     def program(self, result: Rows) -> Program:
-        """What was added."""
+        """The operations that were added."""
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
 
     def rows(self, name: str, width: int) -> Rows:
@@ -425,7 +425,7 @@ class Builder:
         return self._reduced(module.out, attended, name)
 
     def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:
-        """What heads with kernels of each token's own make of rows x."""
+        """The result of heads with kernels of each token's own for rows x."""
         windows = self.rows("windows", module.taps * x.width)
         self.add(GatherNeighbours(x, windows, module.taps))
         weighed = self.rows("weighed", x.width)

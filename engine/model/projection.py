@@ -1,4 +1,4 @@
-"""What maps a pooled vector, or a token's: dense layers and norms, their weights loaded strictly."""
+"""The layers that map a pooled vector, or a token's: dense layers and norms, their weights loaded strictly."""
 
 from __future__ import annotations
 

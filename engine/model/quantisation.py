@@ -74,7 +74,7 @@ def size_of(outputs: int, inputs: int, kind: Held) -> int:
 
 
 def warn_if_slow(device: torch.device) -> None:
-    """Say in the log what weights of few bits cost without kernels of our own."""
+    """Say in the log what quantised weights cost without kernels of our own."""
     if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
             "Octavo's own kernels are missing (see octavo doctor), so torch expands the quantized weights in every "
@@ -83,17 +83,17 @@ def warn_if_slow(device: torch.device) -> None:
 
 
 def quantiser() -> str:
-    """What quantises, in words: another may round otherwise."""
+    """The name of the code that quantises: another may round otherwise."""
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
 def form_on(device: torch.device, kind: Quantization) -> Form:
-    """How a weight is quantised that is multiplied there."""
+    """The form of a quantised weight for products on that device."""
     return "rotated" if kind == "int8" and device.type == "cpu" and not gpu.serves(device) else "plain"
 
 
 def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """The weight [outputs, inputs] in few bits, on the CPU.
+    """The weight [outputs, inputs], quantised, on the CPU.
 
     Args:
         form: int8 alone can be rotated; int8-fast is plain in any form.
@@ -163,8 +163,8 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
     raise TypeError(f"{type(weight).__name__} is not {kind}")
 
 
-def on_device(weight: Tensor | gemm.Weight, kind: Held, device: torch.device) -> Quantised:
-    """A weight in few bits on a device that is no CPU's; quantised on the CPU if it is plain.
+def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
+    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU.
 
     Raises:
         ConfigError: no device but a CPU multiplies with this kind.
@@ -192,7 +192,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
 
 
 def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """What the quantisers of `gemm` make, but for ties that round otherwise."""
+    """The result of the quantisers of `gemm`, but for ties that round otherwise."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
         steps, scales = _steps(weight)

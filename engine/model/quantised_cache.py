@@ -1,9 +1,13 @@
-"""Quantised matrices kept on disk, so that a later start reads them instead of the plain ones.
+"""Matrices kept on disk as they are served, so that a later start takes them instead of the checkpoint's.
 
-An entry is a safetensors file, named by a hash of all that decides its numbers: the checkpoint's files, what each
-matrix is filled with, the format that it was read in, and what quantised it. It is written beside its place and renamed
-into it, so that no reader sees half of one, and two processes may write the same. Its checksums are verified before it
-is used.
+Our own kernels of a CPU multiply by matrices that they have laid out (`gemm.Packed`): an entry holds these, and is
+mapped, so that all processes that serve a model share its pages. Elsewhere it holds quantised matrices
+(`gemm.Quantised`).
+
+An entry is a safetensors file, named by a hash of all that decides its bytes: the checkpoint's files, what each
+matrix is filled with, the format that it was read in, what quantised it, and the library that laid it out. It is
+written beside its place and renamed into it, so that no reader sees half of one, and two processes may write the same.
+Its checksums are verified before it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -30,20 +35,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.native.gemm import GROUP, Form, Quantised
+from engine.backends.native import gemm
+from engine.backends.native.gemm import GROUP, Form, Packed, Quantised
 from engine.host.folders import cache_folder, make_private
-from engine.model.quantisation import Quantization, quantiser
-from engine.model.weight_files import header, raw_bytes
+from engine.model.packing import Pieces
+from engine.model.quantisation import Held, quantiser
+from engine.model.weight_files import ALIGNED, header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 5
+FORMAT = 6
 """Changes with the numbers that are read of a checkpoint or that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _UNFINISHED = ".octavo-writing-"
-_OURS = re.compile(r"(int4|int8|int8-fast)-[0-9a-f]{32}\.safetensors")
+_OURS = re.compile(r"(int4|int8|int8-fast|stored|plain)-[0-9a-f]{32}\.safetensors")
+_DISK_SHARE = 4  # all entries together take at most this part of the disk
 _CHECKSUMS = "checksums"
 _STORED = {
     torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
@@ -81,29 +89,60 @@ class Matrix:
 
     Attributes:
         name: in the model.
+        kind: what it becomes; None: it stays plain.
         count: 1, or how many experts.
         sources: what it is filled with, in words.
+        pieces: how our own kernels lay it out; empty where they do not.
     """
 
     name: str
-    kind: Quantization
+    kind: Held | None
     form: Form
     count: int
     outputs: int
     inputs: int
     sources: tuple[str, ...]
+    pieces: Pieces = ()
 
     @property
-    def values(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """How integers are stored."""
+    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The tensors of a file that hold it."""
+        if not self.pieces:
+            return {f"{self.name}.values": self._values, f"{self.name}.scales": self._scales}
+        sizes = (gemm.size_of(kind, outputs, self.inputs) for kind, outputs in self.pieces)
+        return {
+            f"{self.name}.packed.{number}": (torch.uint8, (self.count, -(-size // ALIGNED) * ALIGNED))
+            for number, size in enumerate(sizes)
+        }
+
+    def tensors_of(self, made: Quantised | Packed) -> list[Tensor]:
+        """The tensors to write for a quantised matrix, in the order of their names."""
+        if isinstance(made, Quantised):
+            return [made.values, made.scales]
+        parts = made.parts or (made,)
+        assert tuple((part.kind, part.outputs) for part in parts) == self.pieces
+        return [part.data for part in parts]
+
+    def made_of(self, tensors: list[Tensor]) -> Quantised | Packed:
+        """The matrix that was put into these tensors."""
+        if not self.pieces:
+            values, scales = tensors
+            return Quantised(values, scales, self.inputs, self.form == "rotated")
+        parts = [
+            gemm.packed_from(kind, data, outputs, self.inputs)
+            for (kind, outputs), data in zip(self.pieces, tensors, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else gemm.join(parts)
+
+    @property
+    def _values(self) -> tuple[torch.dtype, tuple[int, ...]]:
         groups = -(-self.inputs // GROUP)
         if self.kind != "int4":
             return torch.int8, (self.count, self.outputs, groups * GROUP if self.form == "rotated" else self.inputs)
         return torch.uint8, (self.count, self.outputs, groups, GROUP // 2)
 
     @property
-    def scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """How scales are stored."""
+    def _scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
         if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
         groups = -(-self.inputs // GROUP)
@@ -111,20 +150,16 @@ class Matrix:
             return torch.uint8, (self.count, self.outputs, 4 + groups)
         return torch.float16, (self.count, self.outputs, groups, *((2,) if self.kind == "int4" else ()))
 
-    @property
-    def tensors(self) -> tuple[str, str]:
-        """What values and scales are called in a file."""
-        return f"{self.name}.values", f"{self.name}.scales"
-
 
 class Cache:
-    """Where one model's quantised matrices are kept.
+    """The folder that keeps one model's matrices.
 
     Args:
         folder: of all entries; it is made if it is not there.
         files: the checkpoint's.
         dtype: that its weights are read in.
         matrices: of the model.
+        kind: what they become, for the name of the file.
 
     Attributes:
         path: of the entry.
@@ -133,16 +168,16 @@ class Cache:
         OSError: the folder cannot be made, others can write to it, or the checkpoint's files are not there.
     """
 
-    def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix]):
+    def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix], kind: str):
         make_private(folder)
         self._files = list(files)
         self.origin = _identities(files)
-        decides = [FORMAT, quantiser(), str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
+        library = native.current()
+        packer = library.name if library is not None and any(matrix.pieces for matrix in matrices) else ""
+        decides = [FORMAT, quantiser(), packer, str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
         self.key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-        kinds = {matrix.kind for matrix in matrices}
-        named = "int4" if "int4" in kinds else min(kinds, default="int8")
         self.folder = folder
-        self.path = folder / f"{named}-{self.key[:32]}.safetensors"
+        self.path = folder / f"{kind}-{self.key[:32]}.safetensors"
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:
@@ -171,13 +206,26 @@ class Cache:
         Raises:
             OSError: there is no room, or nothing can be written there.
         """
-        self.tidy()
-        free = shutil.disk_usage(self.folder).free
-        if free < 2 * self.layout.size:
-            raise OSError(f"it would take {self.layout.size} bytes of the {free} that are free in {self.folder}")
+        self._tidy()
+        size, disk = self.layout.size, shutil.disk_usage(self.folder)
+        if disk.free < 2 * size:
+            raise OSError(f"it would take {size} bytes of the {disk.free} that are free in {self.folder}")
+        most = disk.total // _DISK_SHARE
+        if size > most:
+            raise OSError(f"it would take {size} bytes, but all together take at most {most}, a quarter of the disk")
+        self._make_room(most - size)
         return Writer(self)
 
-    def tidy(self) -> None:
+    def _make_room(self, most: int) -> None:
+        """Remove the entries that were not used for the longest time, until the others take no more than this."""
+        found = sorted(((path.stat(), path) for path in kept_files(self.folder)), key=lambda each: -each[0].st_mtime)
+        for status, path in found:
+            most -= status.st_size
+            if most < 0:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _tidy(self) -> None:
         """Remove entries that were not used for long, whose checkpoint has changed or is gone, and what processes
         that were killed have left."""
         now = time.time()
@@ -199,7 +247,7 @@ class Cache:
 
 
 class Entry:
-    """The quantised matrices of a file.
+    """The matrices of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -218,22 +266,24 @@ class Entry:
         sums = self._tensors.pop(_CHECKSUMS).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
             found = pool.map(lambda tensor: zlib.crc32(raw_bytes(tensor)), self._tensors.values())
-            for name, made, kept in zip(self._tensors, found, sums, strict=True):
+            for name, made, kept in zip(self._tensors, found, sums, strict=False):  # there may be more sums
                 if made != kept:
                     pool.shutdown(cancel_futures=True)
                     raise ValueError("its checksums are wrong")
                 verified(name)
 
-    def take(self, matrix: Matrix, index: int) -> Quantised:
-        """A matrix, or that of an expert."""
-        values, scales = (self._tensors[name][index] for name in matrix.tensors)
+    def take(self, matrix: Matrix, index: int) -> Quantised | Packed:
+        """A matrix, or that of an expert. A packed one is a view of the mapped file."""
+        tensors = [self._tensors[name][index] for name in matrix.stored]
         if not native.available():  # torch computes with what it is given: it shall not be a file's pages
-            values, scales = values.clone(), scales.clone()
-        return Quantised(values, scales, matrix.inputs, matrix.form == "rotated")
+            tensors = [tensor.clone() for tensor in tensors]
+        return matrix.made_of(tensors)
 
 
 class Writer:
     """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
+
+    Where the system can do that it has no name until it is complete, and is gone when the process is killed.
 
     Raises:
         OSError: it cannot be written.
@@ -242,12 +292,17 @@ class Writer:
     def __init__(self, cache: Cache):
         self._cache = cache
         self._sums = dict.fromkeys((name for name in cache.layout.places if name != _CHECKSUMS), 0)
-        descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
+        self._path: Path | None = None
+        try:
+            descriptor = os.open(cache.folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
+        except (AttributeError, OSError):  # a system, or a file system, without such files
+            descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
+            self._path = Path(path)
         self._file = os.fdopen(descriptor, "wb")
-        self._path = Path(path)
         try:
             self._file.write(cache.layout.header({"key": cache.key, "files": json.dumps(cache.origin)}))
             self._start = self._file.tell()
+            self._file.truncate(self._start + cache.layout.size)
         except OSError:
             self.__exit__()
             raise
@@ -258,20 +313,23 @@ class Writer:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # what could not be written cannot be on closing either
             self._file.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
-    def put(self, matrix: Matrix, index: int, made: Quantised) -> None:
+    def put(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
         """Write a matrix; those of experts come in their order.
 
         Raises:
             OSError: it cannot be written.
         """
-        for name, tensor in zip(matrix.tensors, (made.values, made.scales), strict=True):
-            data = raw_bytes(tensor)
-            self._sums[name] = zlib.crc32(data, self._sums[name])
-            self._file.seek(self._start + self._cache.layout.places[name].begin + index * len(data))
-            self._file.write(data)
+        for name, tensor in zip(matrix.stored, matrix.tensors_of(made), strict=True):
+            place = self._cache.layout.places[name]
+            size = (place.end - place.begin) // matrix.count
+            self._file.seek(self._start + place.begin + index * size)
+            for data in (raw_bytes(tensor), bytes(size - tensor.nbytes)):
+                self._sums[name] = zlib.crc32(data, self._sums[name])
+                self._file.write(data)
 
     def keep(self) -> None:
         """Put the file in its place, unless the checkpoint has changed meanwhile.
@@ -280,10 +338,17 @@ class Writer:
             OSError: it cannot be written.
         """
         self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
-        self._file.write(raw_bytes(torch.tensor(list(self._sums.values()), dtype=torch.int64)))
-        self._file.close()
+        for number in self._sums.values():
+            self._file.write(number.to_bytes(8, "little"))
+        self._file.flush()
         if not self._cache.unchanged():
             raise OSError("the checkpoint has changed meanwhile")
+        if self._path is None:
+            path = self._cache.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+            number = self._file.fileno()
+            os.link(f"/proc/self/fd/{number}", path, src_dir_fd=number)  # without a folder Python follows no links
+            self._path = path
+        self._file.close()
         self._path.replace(self._cache.path)
 
 
@@ -298,15 +363,12 @@ class _Place:
 
 
 class _Layout:
-    """What a file with these matrices looks like. Wider formats come first, so that all tensors are aligned."""
+    """The layout of a file with these matrices. Wider formats come first, so that all tensors are aligned."""
 
     def __init__(self, matrices: Sequence[Matrix]):
-        tensors = [
-            (name, *stored)
-            for matrix in matrices
-            for name, stored in zip(matrix.tensors, (matrix.values, matrix.scales), strict=True)
-        ]
-        tensors.append((_CHECKSUMS, torch.int64, (len(tensors),)))
+        tensors = [(name, *stored) for matrix in matrices for name, stored in matrix.stored.items()]
+        sums = -(-len(tensors) * 8 // ALIGNED) * ALIGNED // 8  # what follows is aligned
+        tensors.append((_CHECKSUMS, torch.int64, (sums,)))
         self.places: dict[str, _Place] = {}
         end = 0
         for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
@@ -330,7 +392,8 @@ class _Layout:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """What changes when a file does. Change times, which no program can set, tell copies of equal size apart."""
+    """The facts that change when a file does. Change times, which no program can set, tell copies of equal size
+    apart."""
     found = []
     for file in files:
         path = file.resolve()

@@ -13,11 +13,11 @@ from typing import Self, get_args
 import torch
 from torch import Tensor
 
-from engine.backends.native.gemm import PART_ROWS, BlockKind, Blocks, Joined, Quantised, Weight
+from engine.backends.native.gemm import PART_ROWS, BlockKind, Blocks, Form, Joined, Packed, Quantised, Weight
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
-from engine.model.packing import on_gpu, takes_parts
+from engine.model.packing import Pieces, on_gpu, pieces_of, takes_parts
 from engine.model.quantisation import ON_GPUS, Held, Parts, Quantization, Wanted, form_on, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
 from engine.model.table import Destination, Same, Transform, WeightTable, keeps_rows
@@ -34,13 +34,15 @@ class MatrixLoading:
     """Packs each matrix when the last of its tensors has been read, so that the memory never holds the whole model in
     its plain format: what is not filled yet takes none. A context manager.
 
-    Where quantised matrices were kept, plain ones are not read. Else they are kept now, as they are made; where that
-    fails, the load goes on without. What a checkpoint stores as the wanted kind is taken as it is, and not kept again.
+    Where matrices were kept, the checkpoint's are not read. Else they are kept now, as they are made; where that
+    fails, the load goes on without. What a checkpoint stores as the wanted kind is taken as it is, and kept again only
+    if all are `shared`.
 
     Args:
         quantization: None: matrices keep their format.
         destinations: where each stored tensor goes; what need not be read is taken out.
         folder: of the cache; None for none.
+        shared: keep all matrices that our own kernels lay out, those too that are quickly made of the checkpoint.
         advance: is told how many of `kept_bytes` are done: one half of a kept matrix' when it is verified, the other
             when it is packed; a negative number where what was verified is not used after all.
 
@@ -55,13 +57,14 @@ class MatrixLoading:
         checkpoint: Checkpoint,
         destinations: dict[str, list[Destination]],
         folder: Path | None,
+        shared: bool = False,
         advance: Callable[[int], object] = lambda count: None,
     ):
         sources: dict[int, list[tuple[str, Destination]]] = defaultdict(list)
         for name, found in destinations.items():
             for destination in found:
                 sources[destination.parameter.data_ptr()].append((name, destination))
-        self._model, self._kind = model, quantization
+        self._model, self._kind, self._shared = model, quantization, shared
         self._names = {module: name for name, module in model.named_modules()}
         self._modules = dict(model.matrices(quantization))
         self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
@@ -76,6 +79,10 @@ class MatrixLoading:
             alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _stays_plain(module)
             kept = all(keeps_rows(destination.transform) for _, destination in filling)
             own = _is_own(kind) or (kind is not None and stored == {kind} and alone and kept)
+            # Rotated, stored 8 bits in these groups would be rounded a second time.
+            rounds = kind == "int8" and not own and not (kept and stored == {"int8"})
+            form: Form = form_on(module.device, "int8") if rounds else "plain"
+            pieces = self._pieces(module, kind, form)
             if (
                 isinstance(module, Linear)
                 and alone
@@ -86,17 +93,16 @@ class MatrixLoading:
                 self._direct[module] = filling[0][0]
             elif own:
                 self._stored |= {name: module for name, _ in filling}
-            elif kind is not None:
-                assert kind in ("int8", "int8-fast", "int4")
+            if (kind is not None and not own) or (shared and pieces):
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
-                    # Rotated, stored 8 bits in these groups would be rounded a second time.
-                    form="plain" if kept and stored == {"int8"} else form_on(module.device, kind),
+                    form=form,
                     count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
                     outputs=module.outputs,
                     inputs=module.inputs,
                     sources=tuple(_described(name, checkpoint, destination) for name, destination in filling),
+                    pieces=pieces,
                 )
         tables = (each for each in model.modules() if isinstance(each, TokenEmbedding) and each.stored_bytes)
         self._tables = {each.tokens.data_ptr(): each.tokens for each in tables if quantization == "stored"}
@@ -110,7 +116,7 @@ class MatrixLoading:
         self._advance = advance
         self._half_done = 0
         self._sizes = {
-            matrix.tensors[0]: module.weight.nbytes
+            next(iter(matrix.stored)): module.weight.nbytes
             for module, matrix in self._matrices.items()
             if not _stays_plain(module)  # which is read as well
         }
@@ -130,9 +136,20 @@ class MatrixLoading:
             for parameter in module.parameters(recurse=False):
                 self._waiting[parameter.data_ptr()].append(module)
 
+    def _pieces(self, module: Linear | ExpertMatrices, kind: Held | None, form: Form) -> Pieces:
+        """The form that a CPU's own kernels give the matrix, if they do."""
+        if on_gpu(module.device):
+            return ()
+        amx, table = False, False
+        if isinstance(module, Linear):
+            amx, table = self._model.reads_many(module), module.shared
+        dtype, rotated = module.weight.dtype, form == "rotated"
+        return pieces_of(module.outputs, module.inputs, dtype, kind, rotated, amx, table)
+
     def _open(self, folder: Path, checkpoint: Checkpoint, model: Transformer) -> None:
         try:
-            self._cache = Cache(folder, checkpoint.files, model.dtype, list(self._matrices.values()))
+            matrices = list(self._matrices.values())
+            self._cache = Cache(folder, checkpoint.files, model.dtype, matrices, self._kind or "plain")
             self._entry = self._cache.open(self._verified)
             if self._entry is None:
                 self._advance(-self._half_done)
@@ -182,12 +199,13 @@ class MatrixLoading:
         if isinstance(module, Linear) and destination.transform == Same():
             self._assembled[module] = stored
             return
+        axes = len(self._checkpoint.shape(name)) - 1  # all but the inputs
         if module not in self._assembled:
-            self._assembled[module] = _room_for(module, stored)
+            self._assembled[module] = _room_for(module, stored, axes)
         whole, place = self._assembled[module], destination.place
         lead = whole.values.shape[: destination.parameter.dim() - 1]
         for to, part in zip(whole.tensors(), stored.tensors(), strict=True):
-            destination.transform.fill(to.view(*lead, -1), place, part.reshape(len(part), -1))
+            destination.transform.fill(to.view(*lead, -1), place, part.reshape(*part.shape[:axes], -1))
 
     def filled(self, pointer: int) -> None:
         """A tensor has gone to the parameter at this address."""
@@ -209,8 +227,12 @@ class MatrixLoading:
                 self._problem = error
 
     def _pack(self, module: Linear | ExpertMatrices) -> None:
-        kind = self._modules[module]
-        if module in self._direct:
+        kind, matrix = self._modules[module], self._matrices.get(module)
+        if self._entry is not None and matrix is not None:
+            self._model.pack_matrix(module, kind, partial(self._entry.take, matrix))
+            size = self._sizes.get(next(iter(matrix.stored)), 0)
+            self._advance(size - size // 2)
+        elif module in self._direct:
             assert isinstance(module, Linear)
             self._model.pack_matrix(module, kind, parts=self._rows(module, kind))
         elif kind is None:
@@ -220,9 +242,21 @@ class MatrixLoading:
             self._model.pack_matrix(module, kind, partial(self._quantised, module))
             self._assembled.pop(module, None)
             self._parts.pop(module, None)
-            if self._entry is not None and module in self._matrices:
-                size = self._sizes.get(self._matrices[module].tensors[0], 0)
-                self._advance(size - size // 2)
+        if matrix is not None and matrix.pieces:
+            products = [module.packed] if isinstance(module, Linear) else module.packed or []
+            for index, product in enumerate(products):
+                if product is not None and product.native is not None:
+                    self._keep(matrix, index, product.native)
+
+    def _keep(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
+        """Write a matrix to the cache, if it is not there and can be."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.put(matrix, index, made)
+        except OSError as error:
+            self._problem, self._writer = error, None
+            self._stack.close()
 
     def _rows(self, module: Linear, kind: Held | None) -> Iterator[Tensor | Weight]:
         """A matrix, some rows at a time, so that no other copy of all of it is made."""
@@ -245,26 +279,21 @@ class MatrixLoading:
                 return stored
             return stored.changed(lambda tensor: tensor[index])
         matrix = self._matrices[module]
-        if self._entry is not None:
-            return self._entry.take(matrix, index)
         weight = module.weight[index] if isinstance(module, ExpertMatrices) else module.weight
+        assert matrix.kind in ("int8", "int8-fast", "int4")
         made = quantise(weight, matrix.kind, matrix.form)
-        if self._writer is not None:
-            try:
-                self._writer.put(matrix, index, made)
-            except OSError as error:
-                self._problem, self._writer = error, None
-                self._stack.close()
+        if not matrix.pieces:
+            self._keep(matrix, index, made)
         return made
 
     def report(self) -> None:
         """Say what was done."""
-        if self._kind is None:
-            return
-        what = f"Quantized weights ({self._kind})"
-        if self._count:
+        what = "Packed weights" if self._shared else f"Quantized weights ({self._kind})"
+        if self._count and not self._shared:
             logger.debug("%s of %d matrices are used as they are stored", what, self._count)
         if not self._matrices:
+            if self._shared:
+                logger.warning("--share-weights has no effect: it needs a CPU and Octavo's own kernels.")
             return
         if self._problem:
             message = "%s cannot be kept for the next start: %s. See --quantization-cache."
@@ -274,13 +303,16 @@ class MatrixLoading:
                 "%s are not kept for the next start: --quantization-cache is off, or there is no home folder.", what
             )
         else:
-            done = "are kept for the next start in" if self._entry is None else "were read from"
+            done = "are kept for the next start in"
+            if self._entry is not None:
+                mapped = any(matrix.pieces for matrix in self._matrices.values())
+                done = "are mapped from" if mapped else "were read from"
             logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
 
 
 def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
     """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
-    it has other few bits, none if it is plain. The log names formats that become larger.
+    it is quantised otherwise, none if it is plain. The log names formats that become larger.
 
     Args:
         checkpoint: under the table's names.
@@ -358,10 +390,10 @@ def _stays_plain(module: Linear | ExpertMatrices) -> bool:
     return isinstance(module, Linear) and module.shared and on_gpu(module.device)
 
 
-def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks) -> Quantised | Blocks:
-    """A module's matrix, or those of its experts, to be filled; `part` is some of its rows."""
+def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks, axes: int) -> Quantised | Blocks:
+    """A module's matrix, or those of its experts, to be filled; `part` is some of its rows, which have so many axes."""
     lead = (*module.weight.shape[:-2], module.outputs)
-    return part.changed(lambda tensor: tensor.new_empty(*lead, *tensor.shape[1:]))
+    return part.changed(lambda tensor: tensor.new_empty(*lead, *tensor.shape[axes:]))
 
 
 def _arranged(part: Quantised | Blocks, transform: Transform) -> Quantised | Blocks:

@@ -1,4 +1,4 @@
-"""A checkpoint written anew with matrices of few bits, in a format that other servers read as well.
+"""A checkpoint written anew with quantised matrices, in a format that other servers read as well.
 
 compressed-tensors' `pack-quantized` holds int8 and int4 with scales of bfloat16, in groups that are not rotated and
 without minima, its `int-quantized` holds int8-fast exactly as it is made at load. What is served of the new folder are
@@ -53,10 +53,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written. Sizes in bytes.
+    """The results of writing. Sizes in bytes.
 
     Attributes:
-        quantised: how many stored matrices have few bits now.
+        quantised: how many stored matrices are quantised now.
         plain: names of those that will be made smaller at each load.
         before, after: size of all weights.
         files: how many hold them.
@@ -102,7 +102,7 @@ def quantise_checkpoint(
 
     Raises:
         ConfigError: the folder is a file, holds something already, or cannot be written.
-        ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, has few bits already, or no matrix that
+        ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, is quantised already, or no matrix that
             the format has a place for.
     """
     folder = folder.expanduser().absolute()
@@ -182,7 +182,7 @@ def _nothing_fits(model: str, checkpoint: Checkpoint, names: list[str]) -> str:
 
 
 def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Quantization) -> dict[str, bool]:
-    """Names of the tensors that become matrices of few bits, in the file's order, and whether the format has a place
+    """Names of the tensors that become quantised matrices, in the file's order, and whether the format has a place
     for them as what they become."""
     table = families.weight_table(config, spec)
     checkpoint.rename(table)
@@ -215,7 +215,7 @@ def _has_place(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _ignored(checkpoint: Checkpoint, smaller: set[str], head: str | None) -> list[str]:
-    """Modules that stay plain, by name: what other servers would look for in few bits."""
+    """Modules that stay plain, by name: those that other servers would expect quantised."""
     plain = [
         stored.removesuffix(".weight")
         for name in checkpoint.names
@@ -239,7 +239,7 @@ def _size_of(checkpoint: Checkpoint, name: str) -> int:
 def _lay_out(
     checkpoint: Checkpoint, smaller: set[str], kind: Quantization, shard_bytes: int
 ) -> tuple[int, dict[str, _Tensor]]:
-    """How many files there will be, and their tensors, by names in the new files."""
+    """The number of files to write, and their tensors, by names in the new files."""
     tensors: dict[str, _Tensor] = {}
     file, filled = 0, 0
     for name in checkpoint.names:

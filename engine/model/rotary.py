@@ -69,7 +69,7 @@ def _yarn_kept(scaling: YarnScaling, theta: float, dim: int) -> Tensor:
 
 
 def attention_factor(part: Rotary) -> float:
-    """What the rotated features are multiplied by, which some scalings ask for."""
+    """The factor of the rotated features, which some scalings ask for."""
     return part.scaling.attention_factor if isinstance(part.scaling, YarnScaling | LongScaling) else 1.0
 
 

@@ -157,7 +157,7 @@ class TokenVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What the folder says; of a folder without modules.json, the defaults.
+    """The settings of the folder; for a folder without modules.json, the defaults.
 
     Attributes:
         transformer: the folder that holds the transformer's config.json, weights and tokenizer.
@@ -226,7 +226,7 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
 
 
 def read_pipeline(root: Path) -> Pipeline:
-    """What sentence-transformers' configs in a checkpoint's folder say.
+    """Read sentence-transformers' configs in a checkpoint's folder.
 
     Raises:
         ModelLoadError: a file is missing or damaged, or its values are impossible.
@@ -356,12 +356,12 @@ def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ModelLoadError(f"{file}: prompts must be an object of names and texts.")
     if default is not None and default not in prompts:
-        raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, which is none of {', '.join(prompts)}.")
+        raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, but must be one of {', '.join(prompts)}.")
     return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
 
 
 def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any]:
-    """What the transformer's settings say of its inputs.
+    """The transformer's settings about its inputs.
 
     Args:
         wanted: its task, what of its output is read, and what that is called.
@@ -370,7 +370,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
         UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.
     """
     if not (module.folder / "config.json").is_file():
-        raise ModelLoadError(f"{module.file}: {module.folder} holds no config.json, so it is no transformer.")
+        raise ModelLoadError(f"{module.file}: {module.folder} has no config.json, so it is not a transformer.")
     files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
     file = next((file for file in files if file.is_file()), module.folder / _TRANSFORMER_CONFIGS[0])
     config = _object(file)
@@ -397,7 +397,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
 
 
 def _splade(module: _Module) -> VocabularyWeights:
-    """How a SpladePooling makes a sparse vector."""
+    """The rule by which a SpladePooling makes a sparse vector."""
     config = module.config()
     pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
@@ -409,7 +409,7 @@ def _splade(module: _Module) -> VocabularyWeights:
 
 
 def _sides(file: Path, settings: dict[str, Any]) -> dict[str, SideInfo]:
-    """How PyLate reads queries and documents (`ColBERT.preprocess` and `encode` of its models/colbert.py)."""
+    """PyLate's rules for reading queries and documents (`ColBERT.preprocess` and `encode` of its models/colbert.py)."""
     known = {name: value for name, value in settings.items() if value is not None}
     fills = known.get("do_query_expansion", True) is not False
     words = known.get("skiplist_words", list(string.punctuation))
@@ -442,7 +442,7 @@ def token_length(file: Path, settings: Mapping[str, Any], name: str, default: in
 
 
 def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
-    """What PyLate makes vectors of tokens by."""
+    """The layers by which PyLate makes vectors of tokens."""
     layers = []
     for module in modules:
         if module.kind not in ("Dense", "Normalize", "Dropout"):
@@ -454,7 +454,7 @@ def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
 
 
 def _vector(modules: list[_Module]) -> dict[str, Any]:
-    """What becomes of the hidden states: the pooling, and the layers after it."""
+    """The pooling of the hidden states, and the layers after it."""
     if not modules or modules[0].kind != "Pooling":
         # Without pooling there are no vectors, but the model may have a head that needs none.
         if modules:
@@ -488,7 +488,7 @@ def _pooling_modes(module: _Module, config: dict[str, Any]) -> tuple[PoolingMode
         raise ModelLoadError(f"{module.folder / 'config.json'}: pooling_mode must be a name or a list of names.")
     for name in names:
         if name not in _MODES:
-            raise module.refusal(f"pooling_mode {name!r} is none of {', '.join(_MODES)}")
+            raise module.refusal(f"pooling_mode {name!r} must be one of {', '.join(_MODES)}")
     return tuple(_MODES[name] for name in names)
 
 

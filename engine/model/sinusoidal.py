@@ -13,7 +13,7 @@ from engine.model.positions import Positions, Sinusoidal, SpannedSinusoidal
 
 
 def fixed_vectors(part: Positions) -> Callable[[Tensor], None] | None:
-    """What fills the table of positions that are not learned; None for those that are."""
+    """The table of positions that are not learned; None for those that are."""
     match part:
         case Sinusoidal():
             return fill_sinusoids

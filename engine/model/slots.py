@@ -1,4 +1,4 @@
-"""Where the new tokens of a step go in the pages, worked out on the device."""
+"""The places of a step's new tokens in the pages, worked out on the device."""
 
 from __future__ import annotations
 

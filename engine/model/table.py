@@ -20,7 +20,7 @@ from engine.model.spec import ModelSpec
 
 
 class Transform(Protocol):
-    """How source tensors lie in a parameter."""
+    """The layout of source tensors in a parameter."""
 
     def shapes(self, target: Size) -> list[Size]:
         """The shape that each source is stored in, for a parameter of this shape."""
@@ -53,14 +53,14 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Conv1d(Transposed):
-    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] in few bits, since
+    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] if quantised, since
     libraries that quantise make a linear layer of it, and in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """What `inner` fills, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes, or
-    adds to a norm's weight."""
+    """The result of `inner`, times `factor`, plus `offset`: constants by which a model multiplies what a matrix
+    makes, or adds to a norm's weight."""
 
     factor: float = 1.0
     offset: float = 0.0
@@ -166,7 +166,7 @@ class Joined:
         self.of(place).fill(torch.split(target, list(self.lengths))[place], 0, source)
 
     def of(self, place: int) -> Transform:
-        """How a source lies in its part."""
+        """The layout of a source in its part."""
         return self.inner[place] if self.inner else Same()
 
 
@@ -199,7 +199,7 @@ class Alternating:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """What `inner` fills, each of a stack's matrices being stored [in, out]."""
+    """The result of `inner`, each of a stack's matrices being stored [in, out]."""
 
     inner: Transform = Same()
 
@@ -321,7 +321,7 @@ def keeps_rows(transform: Transform) -> bool:
     """Whether all that a transformation does is to put whole rows elsewhere: then it does the same with what is stored
     of each row, integers and scales."""
     match transform:
-        case Same() | Swapped() | Interleaved():
+        case Same() | Swapped() | Interleaved() | Alternating():
             return True
         case Joined(inner=several):
             return all(map(keeps_rows, several))
@@ -332,7 +332,7 @@ def keeps_rows(transform: Transform) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a stored tensor of this shape goes: source number `place` of a parameter."""
+    """The destination of a stored tensor of this shape: source number `place` of a parameter."""
 
     parameter: Tensor
     transform: Transform
@@ -394,7 +394,7 @@ class WeightTable:
     copies: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
-        """What a checkpoint tensor of this name is called today."""
+        """Today's name of a checkpoint tensor of this name."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name, count=1)
         return name
@@ -417,7 +417,7 @@ class WeightTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What Octavo knows about one family of checkpoints.
+    """The facts about one family of checkpoints.
 
     Attributes:
         name: for messages and for the table of families.

@@ -41,7 +41,7 @@ class Tables:
         return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
 
     def bias(self, module: SelfAttention | CrossAttention | LatentAttention) -> Bias | None:
-        """What an attention adds to its scores."""
+        """The bias that an attention adds to its scores."""
         if isinstance(module, CrossAttention):
             return None
         if isinstance(module, DisentangledAttention):

@@ -6,24 +6,26 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import PageShape
-from engine.backends.native.gemm import Weight
+from engine.backends.native.gemm import Packed, Weight
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, Panel, build_head
-from engine.model.inputs import Adapters, Inputs, QueryKeeper
+from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
-from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
+from engine.model.layers import CrossAttention, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
@@ -76,6 +78,7 @@ class Transformer(nn.Module):
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
+        self._sides = {*model.trunk.sides, *(["rotary_offsets"] if self.rotary_shifts else [])}
         self.encoder_length = max_encoder_len or max_model_len
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
@@ -122,7 +125,7 @@ class Transformer(nn.Module):
         self,
         module: Linear | ExpertMatrices,
         kind: Held | None,
-        quantised: Callable[[int], Weight] | None = None,
+        quantised: Callable[[int], Weight | Packed] | None = None,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
         """Lay one matrix out, see `Linear.pack`. A head's matrix that is the token table, too, is kept once: tokens are
@@ -130,13 +133,16 @@ class Transformer(nn.Module):
         if not isinstance(module, Linear):
             module.pack(kind, quantised)
             return
-        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
-        many = self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
         table = module.weight
-        module.pack(kind, quantised, amx=many, parts=parts)
+        module.pack(kind, quantised, amx=self.reads_many(module), parts=parts)
         if module.shared and module.packed is not None and module.packed.look_up is not None:
             module.give_up_weight()
             self.look_up_elsewhere(table, module.packed.look_up)
+
+    def reads_many(self, module: Linear) -> bool:
+        """A matrix mostly multiplies many rows. Those of a decoder, or of a head, are few, which vectors serve as
+        well as matrix tiles."""
+        return self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
 
     def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
         """Read a token table's rows from where else they are kept."""
@@ -152,7 +158,7 @@ class Transformer(nn.Module):
             self.twin._make_ready()
 
     def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
-        """Size of the parameters. Those of few bits are included if they are on a GPU, or not made yet.
+        """Size of the parameters. Quantised ones are included if they are on a GPU, or not made yet.
 
         Args:
             quantization: what matrices that are not packed yet will become.
@@ -229,6 +235,11 @@ class Transformer(nn.Module):
         return self.spec.vocab_size
 
     @property
+    def sides(self) -> tuple[TokenSide, ...]:
+        """The sides of its tokens that it reads, in a recorded step whether they are the default or not."""
+        return tuple(side for name, side in SIDES.items() if name in self._sides)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Format of weights and activations; the cache may have another."""
         return self.trunk.first_parameter.dtype
@@ -243,145 +254,33 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """What each decoder layer keeps of a token; empty for a model without a decoder."""
+        """The shapes of what each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = self.spec.decoder.attentions
         return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
-    def encode(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[Paged],
-        slots: Tensor,
-        metadata: AttentionMetadata,
-        min_rows: int = 1,
-        signals: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Run the encoder over whole inputs, and store what the decoder's layers attend to in pages.
-
-        Args:
-            token_ids, positions: [Tp], those past T = len(slots) being padding.
-            caches: one per layer of the decoder.
-            slots: [T] int64, where K and V of each token go.
-            metadata: the inputs that the T tokens form, as contexts of their own length.
-            min_rows: fewest rows of a matrix product; Tp is no less.
-            signals: float32, what the inputs are where that is no tokens.
-
-        Returns:
-            The encoder's hidden states, [Tp, features].
-        """
-        assert self.encoder is not None
-        inputs = Inputs(
-            token_ids=token_ids,
-            positions=self._placed(token_ids, positions),
-            metadata=metadata,
-            tokens=len(slots),
-            min_rows=min_rows,
-            caches=caches,
-            slots=slots,
-            signals=signals,
-        )
-        return self.encoder(inputs)  # type: ignore[no-any-return]
-
-    def read(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        tokens: int,
-        min_rows: int = 1,
-        types: Tensor | None = None,
-        boxes: Tensor | None = None,
-        rotary_positions: Tensor | None = None,
-        signals: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
-
-        Args:
-            token_ids, positions: [Tp], those past T = tokens being padding.
-            metadata: the inputs that the T tokens form, as contexts of their own length, or of as many of their first
-                tokens as are attended to.
-            types: [Tp] the segment of each token; None: all are of the first.
-            boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
-            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
-            signals: float32, what the inputs are where that is no tokens.
-        """
-        assert self.encoder is not None
-        inputs = Inputs(
-            token_ids=token_ids,
-            positions=self._placed(token_ids, positions),
-            metadata=metadata,
-            tokens=tokens,
-            min_rows=min_rows,
-            types=types,
-            boxes=boxes,
-            rotary_positions=rotary_positions,
-            signals=signals,
-        )
-        return self.encoder(inputs)  # type: ignore[no-any-return]
-
-    def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Positions of whole inputs, some of whose tokens may have none."""
+    def encode(self, inputs: Inputs) -> Tensor:
+        """The encoder's hidden states [Tp, features] of whole inputs. Where a decoder attends to them, its layers' keys
+        and values of them are stored in the pages of `inputs`."""
         assert self.encoder is not None
         embedding = self.encoder.embedding
         unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None
-        return positions if unplaced is None else count_placed(token_ids, positions, unplaced)
+        if unplaced is not None:  # some tokens have no position
+            inputs = replace(inputs, positions=count_placed(inputs.token_ids, inputs.positions, unplaced))
+        return self.encoder(inputs)  # type: ignore[no-any-return]
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[Paged],
-        slots: Tensor | None,
-        metadata: AttentionMetadata,
-        min_rows: int = 1,
-        cross: CrossPages | None = None,
-        rotary_positions: Tensor | None = None,
-        adapters: Adapters | None = None,
-        form: RowForm = LIBRARY,
-        keeper: QueryKeeper | None = None,
-    ) -> Tensor:
-        """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Hidden states [Tp, features] of the stack that the head reads, after its final norm.
 
-        Args:
-            token_ids, positions: [Tp] int32 or int64. Tokens past the first T, as many as the rows have, are
-                padding that only keeps matrix products at an invariant number of rows: their K and V are
-                written nowhere and their results mean nothing.
-            caches: one per layer; K and V of the new tokens are written into them before attention.
-            slots: [T] int64, block * block_size + offset of each new token. None: they are worked out on the
-                device, from the caches' block tables, `metadata.query_start` and positions. Rows that are
-                padding, whose table is zeros and whose position is 0, may write into block 0.
-            metadata: the R rows that the T tokens form.
-            min_rows: fewest rows of a matrix product; Tp is no less.
-            cross: where each row finds what `encode` stored of its encoder input.
-            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
-            adapters: what is added to products.
-            form: how one row is computed on a GPU.
-            keeper: is shown the queries to the encoder's keys.
+        Rows of `inputs` without slots that are padding, whose table is zeros and whose position is 0, may write into
+        block 0.
         """
-        assert self.decoder is not None
-        inputs = Inputs(
-            token_ids=token_ids,
-            positions=positions,
-            metadata=metadata,
-            tokens=sum(metadata.query_lens) if slots is None else len(slots),
-            min_rows=min_rows,
-            caches=caches,
-            slots=slots,
-            cross=cross,
-            rotary_positions=rotary_positions,
-            adapters=adapters,
-            form=form,
-            keeper=keeper,
-        )
-        return self.decoder(inputs)  # type: ignore[no-any-return]
+        return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
     def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
-        """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: how one
-        row is computed on a GPU."""
+        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: the
+        form in which a GPU computes one row."""
         assert self.head is not None
         part = self.spec.head
         if not isinstance(part, spec.Lm):

@@ -31,6 +31,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
+ALIGNED = 64
+"""Bytes that what follows a `header` is aligned to in its file."""
 MAPPED = 1 << 24
 """Bytes of files that are in memory because they were read, before they are released."""
 
@@ -94,7 +96,7 @@ class Checkpoint:
 
     @property
     def title(self) -> str | None:
-        """How weights are stored that are not plain tensors, for messages: `4-bit GPTQ`."""
+        """The way in which weights other than plain tensors are stored, for messages: `4-bit GPTQ`."""
         if self.scheme is not None:
             return self.scheme.title
         if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
@@ -103,8 +105,8 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> dict[str, int]:
-        """How many bytes are stored in each format, the most first: ggml's formats of a GGUF file; of others the
-        scheme's title, and for plain tensors safetensors' words."""
+        """The bytes in each stored format, the largest first: ggml's formats of a GGUF file; of others the scheme's
+        title, and for plain tensors safetensors' words."""
         if self.files[0].suffix == SUFFIX:
             return stored_formats(self.files[0])
         sizes: Counter[str] = Counter()
@@ -139,12 +141,12 @@ class Checkpoint:
         self.names = renamed
 
     def shape(self, name: str) -> torch.Size:
-        """Of a matrix of few bits that of what it holds."""
+        """The shape of a tensor; of a quantised matrix, that of the numbers that it holds."""
         packed = self._packed.get(self.names[name])
         return torch.Size(self._slice(name).get_shape()) if packed is None else packed[0].shape
 
     def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …; that in which a matrix of few bits is read."""
+        """The stored format, in safetensors' words: F32, BF16 …; that in which a quantised matrix is read."""
         packed = self._packed.get(self.names[name])
         return str(self._slice(name).get_dtype()) if packed is None else packed[0].format
 
@@ -179,7 +181,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored, or what a matrix of few bits holds.
+        """A tensor as it is stored, or what a quantised matrix holds.
 
         Args:
             dtype: what the tensor will be rounded to, which saves memory where it is done at once.
@@ -191,7 +193,7 @@ class Checkpoint:
         return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
-        """What of ours a matrix of few bits is, but for the rounding of minima; None for nothing."""
+        """The kind of our own that a quantised matrix is, but for the rounding of minima; None for none."""
         place = self.names[name]
         if place in self._packed:
             return self._packed[place][0].kind
@@ -207,7 +209,7 @@ class Checkpoint:
         return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def few_bits(self, name: str) -> bool:
-        """Whether a tensor is stored in few bits, of whatever kind."""
+        """Whether a tensor is stored quantised, of whatever kind."""
         place = self.names[name]
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
@@ -235,12 +237,12 @@ class Checkpoint:
         return found
 
     def by_outputs(self, name: str) -> bool:
-        """Whether what transformers' Conv1D has [in, out] is stored [out, in]: in few bits, and in GGUF files."""
+        """Whether the weight of a Conv1D of transformers, [in, out], is stored [out, in]: quantised, or in GGUF."""
         return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
 
     @property
     def has_few_bits(self) -> bool:
-        """Whether any tensor is stored in few bits."""
+        """Whether any tensor is stored quantised."""
         return any(map(self.few_bits, self.names))
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
@@ -254,10 +256,10 @@ class Checkpoint:
         packed, parts = self._packed[place]
         assert packed.quantised is not None
         made = packed.quantised(*self._read_parts(parts))
-        return made if packed.own is None or not own else as_blocks(made)
+        return as_blocks(made) if packed.own is not None and own and isinstance(made, Quantised) else made
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a tensor."""
+        """The file's name for a tensor."""
         return self.names[name][1]
 
     def _read(self, place: tuple[Path, str], dtype: torch.dtype | None = None) -> Tensor:
@@ -272,7 +274,7 @@ class Checkpoint:
         return tensor
 
     def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
-        """What a matrix is stored as: its numbers first, then scales and what else belongs to them.
+        """The tensors that store a matrix: its numbers first, then scales and what else belongs to them.
 
         Raises:
             ModelLoadError: scales are not finite, which would be noticed in answers alone.
@@ -294,7 +296,7 @@ class Checkpoint:
 
 
 def _bits(format: str) -> int:
-    """Of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
+    """The bits of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
     found = re.search(r"\d+", format)
     return 8 if found is None else int(found[0])  # BOOL
 
@@ -329,7 +331,7 @@ def header(
 
     Args:
         tensors: by name, in the order in which they lie: format in safetensors' words, shape, bytes. Where wider
-            formats come first, all are aligned.
+            formats come first, all are aligned; the first one to `ALIGNED` bytes.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -337,12 +339,12 @@ def header(
         begins[name], end = end, end + size
         entries[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begins[name], end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNED)
     return len(text).to_bytes(8, "little") + text, begins
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """What a tensor is in a file."""
+    """The bytes of a tensor in a file."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 

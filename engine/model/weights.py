@@ -41,9 +41,10 @@ def load_model(
     backend: AttentionBackend,
     max_model_len: int,
     max_encoder_len: int | None = None,
-    show_progress: bool = True,
+    show_progress: bool | None = None,
     quantization: Wanted | None = None,
     quantization_cache: str | None = "off",
+    share_weights: bool = False,
     pack: bool = False,
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
@@ -54,6 +55,7 @@ def load_model(
         max_model_len, max_encoder_len: as for `Transformer`.
         quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
         quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
+        share_weights: all matrices that a CPU's own kernels multiply by are kept there.
         pack: a CPU's plain matrices, too, are packed as soon as they are filled; `Transformer.pack` does the rest.
 
     Raises:
@@ -95,25 +97,34 @@ def load_model(
         if quantization == "stored":
             mark_stored(model, checkpoint, table, device)
         if title is not None:
-            becomes = f"expanded to {str(dtype)[6:]} while they load"
+            plain = str(dtype).removeprefix("torch.")
             if quantization == "stored":
-                kept, plain = (model.weight_bytes(each) >> 20 for each in ("stored", None))
-                becomes = f"kept in {kept} MiB instead of {plain} MiB as {str(dtype)[6:]} (--quantization none)"
+                packed, expanded = (model.weight_bytes(each) >> 20 for each in ("stored", None))
+                fate = (
+                    f"stay packed and take {packed} MiB; --quantization none expands them to {expanded} MiB of {plain}"
+                )
             elif quantization:
-                becomes = f"converted to {quantization} while they load"
-            elif checkpoint.has_few_bits:
-                becomes += " (--quantization stored keeps them small)"
-            logger.info("Weights of %s: %s, %s.", checkpoint.path, title, becomes)
+                fate = f"are converted to {quantization} while they load"
+            else:
+                fate = f"are expanded to {plain} while they load"
+                if checkpoint.has_few_bits:
+                    fate += "; --quantization stored keeps them packed"
+            logger.info("The weights of %s are %s. They %s.", checkpoint.path, title, fate)
         bar = tqdm(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
-            disable=not show_progress,
+            disable=None if show_progress is None else not show_progress,  # None: unless in a terminal
         )  # fmt: skip
         if quantization is None and not (pack and device.type == "cpu"):
             with bar:
                 _fill(checkpoint, destinations, bar)
         else:
-            folder = None if quantization is None else find_folder(quantization_cache)
-            with bar, MatrixLoading(model, quantization, checkpoint, destinations, folder, bar.update) as matrices:
+            folder = None if quantization is None and not share_weights else find_folder(quantization_cache)
+            with (
+                bar,
+                MatrixLoading(
+                    model, quantization, checkpoint, destinations, folder, share_weights, bar.update
+                ) as matrices,
+            ):
                 bar.total = _size_of(destinations) + matrices.kept_bytes
                 _fill(checkpoint, destinations, bar, matrices)
                 matrices.finish()
@@ -203,7 +214,7 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
 
 
 def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
-    """Where each stored tensor goes, by its name; parts of one may go to several parameters.
+    """The destination of each stored tensor, by its name; parts of one may go to several parameters.
 
     Raises:
         ModelLoadError: names or shapes do not match.

@@ -1,17 +1,17 @@
-"""What pooling requests answer: from the engine's matrices to vectors, scores, classes, spans and tokens by name. Both
-faces, `LLM` and the server, use it."""
+"""The answers to pooling requests: from the engine's matrices to vectors, scores, classes, spans and tokens by name.
+Both `LLM` and the server use them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from engine.errors import InvalidRequestError
-from engine.interface.inputs import read_boxes
 from engine.interface.outputs import EngineInfo, Pooled
 from engine.interface.pooling import DEFAULT_THRESHOLD, MAX_LABELS
 from engine.interface.request import TokenInput
+from engine.interface.token_sides import read_sides
 from engine.interface.values import NumberRange, check_number
 from engine.pooled.answers import (
     DEFAULT_ANSWER_LENGTH,
@@ -38,10 +38,10 @@ __all__ = [
     "MAX_LABELS", "MAX_WINDOWS", "PLAIN", "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms",
     "ClassificationOutput", "Comparer", "EmbeddingOutput", "EntitiesOutput", "Entity", "EntityReading", "EntityTerms",
     "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "SideReading", "Span",
-    "TokenClassificationOutput", "answers_of", "boxes_of", "check_aggregation", "check_scores", "check_sides",
+    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "check_sides",
     "compared_side", "comparison_of", "cosine", "entities_of", "find_prompt", "is_cross_encoder", "labels_of",
     "longest", "mask_positions", "masks_of", "prompt_tokens", "read_entities", "read_question", "read_side",
-    "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
+    "side_prompt", "sides_of", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ class MaskedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """What all answers have.
+    """The common fields of all answers.
 
     Attributes:
         prompt_token_ids: the input's tokens as the model read them.
@@ -101,7 +101,7 @@ class EmbeddingOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput(PoolingOutput):
-    """How well two texts go together: a cross-encoder's score, or the cosine of their vectors.
+    """A score of how well two texts go together: a cross-encoder's score, or the cosine of their vectors.
 
     Attributes:
         score: of a cross-encoder after its activation.
@@ -127,7 +127,7 @@ class ClassificationOutput(PoolingOutput):
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are (vLLM's name)."""
+        """The number of classes (vLLM's name)."""
         return len(self.probs)
 
     @property
@@ -151,7 +151,7 @@ class TokenClassificationOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillMaskOutput(PoolingOutput):
-    """For each mask of one input, in their order, the most probable tokens in its place."""
+    """The most probable tokens for each mask of one input, in the order of the masks."""
 
     masks: list[list[MaskedToken]]
 
@@ -208,7 +208,7 @@ def masks_of(pooled: Pooled, encoding: Encoding, tokenizer: Tokenizer) -> list[l
 
 
 def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
-    """Where an input's masks are.
+    """The positions of an input's masks.
 
     Raises:
         InvalidRequestError: it has none, or the tokenizer knows no mask.
@@ -276,16 +276,18 @@ def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
     return truncate_prompt_tokens
 
 
-def boxes_of(
-    boxes: Any, count: int, info: EngineInfo, max_length: int | None, side: Side
-) -> Sequence[Sequence[int]] | None:
-    """The boxes of an input of so many tokens, cut as these are; None where it has none.
+def sides_of(
+    sides: Mapping[str, Any], count: int, info: EngineInfo, max_length: int | None, side: Side
+) -> dict[str, Sequence[Any]]:
+    """The sides of an input of so many tokens, cut as these are.
 
     Raises:
-        InvalidRequestError: of another number, no boxes on the model's page, or the model reads none.
+        InvalidRequestError: they are not sides of so many tokens, or not the model's.
     """
-    read_boxes(boxes, count, info)
-    return boxes if boxes is None or max_length is None else cut([*boxes], max_length, side)
+    read_sides(sides, count, info.sides)
+    if max_length is None:
+        return dict(sides)
+    return {name: cut([*entries], max_length, side) for name, entries in sides.items()}
 
 
 def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -> TokenInput:
@@ -295,4 +297,5 @@ def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -
     ids = encoding.ids
     if text is not None and info.filler is not None:
         ids = ids + [info.filler] * (info.max_model_len - len(ids))
-    return TokenInput(ids, text, encoding.type_ids if info.token_types > 1 and any(encoding.type_ids) else None)
+    tells_apart = info.sides.get("token_types", 0) > 1
+    return TokenInput(ids, text, encoding.type_ids if tells_apart and any(encoding.type_ids) else None)

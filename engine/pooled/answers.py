@@ -1,5 +1,5 @@
-"""From the ends of answers to spans of a context: extractive question answering, as transformers' pipeline of version 4
-did it (version 5 has none). A context that is too long is read in windows which overlap."""
+"""Extractive question answering: from the ends of answers to spans of a context, as transformers' pipeline of
+version 4 did it (version 5 has none). A context that is too long is read in windows which overlap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTerms:
-    """What is asked for; the names are those of transformers' pipeline.
+    """The terms of a question; the names are those of transformers' pipeline.
 
     Attributes:
         top_k: how many answers, best first; there may be fewer.
@@ -158,7 +158,7 @@ def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[
 
 
 def _cuts(count: int, room: int, step: int, side: Side) -> Iterator[tuple[int, int]]:
-    """Where each window begins and ends among `count` tokens."""
+    """The beginning and the end of each window among `count` tokens."""
     for start in range(0, count, step):
         end = min(start + room, count)
         yield (start, end) if side == "right" else (count - end, count - start)
@@ -211,8 +211,8 @@ def answers_of(
 
 
 def _probabilities(values: Matrix, window: Encoding, cls_token_id: int | None) -> tuple[Row, Row]:
-    """That an answer begins and ends with each token: [tokens] each, 0 outside the context, where only the token that
-    says that there is none counts."""
+    """The probabilities that an answer begins and ends with each token: [tokens] each, 0 outside the context, where
+    only the token that says that there is none counts."""
     counts = np.array([owner == _CONTEXT for owner in window.sequence])
     counts |= np.array([token == cls_token_id for token in window.ids])
     numbers = np.where(counts[:, None], values.astype(np.float64), -np.inf)

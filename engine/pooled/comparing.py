@@ -1,4 +1,5 @@
-"""How texts that were read apart are compared: by one vector each, by vectors of their tokens, or by sparse vectors."""
+"""The comparison of texts that were read apart: by one vector each, by vectors of their tokens, or by sparse
+vectors."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ Comparison = Literal["cosine", "max_sim", "sparse_product"]
 
 
 def comparison_of(info: EngineInfo) -> Comparison | None:
-    """How a model that reads texts apart compares them; None where it cannot."""
+    """The way in which a model that reads texts apart compares them; None if it cannot."""
     if "embed" in info.tasks:
         return "cosine"
     if info.token_vectors is not None:
@@ -78,14 +79,14 @@ COMPARED: dict[Comparison, Task] = {"cosine": "embed", "max_sim": "token_embed",
 
 
 def side_prompt(info: EngineInfo, side: Side) -> str:
-    """What stands in front of a text that is compared: where vectors of tokens are, the prompt of queries or documents,
-    if there is one, else the model's default prompt."""
+    """The prompt in front of a compared text: for vectors of tokens that of queries or documents, if there is one,
+    else the model's default prompt."""
     own = comparison_of(info) == "max_sim" and info.prompts.get(side)
     return find_prompt(info, side if own else None)
 
 
 def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> SideReading:
-    """How a text that is compared is read."""
+    """The side by whose rules a compared text is read."""
     return read_side(info, tokenizer, side) if comparison_of(info) == "max_sim" else PLAIN
 
 

@@ -1,4 +1,4 @@
-"""From scores of spans to the entities of a text: labels that come with the request (GLiNER, arXiv:2311.08526). A text
+"""Entities of a text from scores of spans, for labels that come with the request (GLiNER, arXiv:2311.08526). A text
 that is too long is read in windows which overlap."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntityTerms:
-    """What is asked for; the names are those of GLiNER's library, which has no `stride`.
+    """The terms of a request for entities; the names are those of GLiNER's library, which has no `stride`.
 
     Attributes:
         labels: what entities there may be, in words; one that stands twice counts once.
@@ -90,7 +90,7 @@ class EntityWindow:
     first: int
 
     def params(self, threshold: float) -> PoolingParams:
-        """What to ask the engine for."""
+        """The parameters for the engine."""
         return PoolingParams(task="entities", positions=self.labels, words=self.words, threshold=threshold)
 
 
@@ -145,7 +145,7 @@ def _check_labels(terms: EntityTerms, reading: EntitiesInfo) -> None:
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
-    """Where the first token of each word is."""
+    """The position of the first token of each word."""
     found: dict[int, int] = {}
     for at, word in enumerate(words):
         if word is not None:
@@ -253,7 +253,7 @@ def entities_of(
 
 
 def _first_of_each(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each value stands for the first time, ascending."""
+    """The places where each value stands for the first time, ascending."""
     return np.sort(np.unique(values, return_index=True)[1])
 
 

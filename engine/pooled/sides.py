@@ -20,7 +20,7 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """How texts of one side become inputs.
+    """The rules by which texts of one side become inputs.
 
     Attributes:
         marker: the token after an input's first one.
@@ -49,16 +49,11 @@ class SideReading:
         if self.filler is None or limit is None or count >= limit:
             return source, params
         more = limit - count
-        types = source.token_type_ids
-        filled = replace(
-            source,
-            token_ids=[*source.token_ids, *[self.filler] * more],
-            token_type_ids=None if types is None else [*types, *[0] * more],
-        )
+        filled = source.filled([self.filler] * more)
         return filled, params if self.attended else replace(params, attended=count)
 
     def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:
-        """What is asked of tokens that came as they are: the ignored ones have no vector."""
+        """The parameters for tokens that came as they are: the ignored ones have no vector."""
         places = tuple(at for at, token in enumerate(ids) if token in self.ignored) if self.ignored else ()
         return replace(params, left_out=places) if places else params
 
@@ -67,7 +62,7 @@ PLAIN = SideReading()  # like any text
 
 
 def read_side(info: EngineInfo, tokenizer: Tokenizer | None, name: str | None) -> SideReading:
-    """How the model's texts of that side are read; like any text where it has no such side.
+    """The rules by which the model's texts of that side are read; like any text if it has no such side.
 
     Raises:
         InvalidRequestError: its texts are filled up, and the tokenizer names no token for that.

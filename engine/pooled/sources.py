@@ -1,10 +1,10 @@
-"""What callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and how the model reads
-them."""
+"""The inputs that callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and the way
+the model reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -12,7 +12,7 @@ from engine.images.reader import ImageReader, is_image
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import PixelInput, TokenInput
 from engine.interface.values import brief
-from engine.pooled import boxes_of, token_input
+from engine.pooled import sides_of, token_input
 from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
@@ -23,13 +23,12 @@ Input = str | Sequence[int] | TokenInput | PixelInput | tuple[str, str] | Mappin
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input as it came: a text, perhaps with a second one, ids, perhaps with segments and boxes, or an image."""
+    """One input as it came: a text, perhaps with a second one, ids, perhaps with sides, or an image."""
 
     text: str | None = None
     pair: str | None = None
     ids: tuple[int, ...] = ()
-    type_ids: tuple[int, ...] | None = None
-    boxes: Sequence[Sequence[int]] | None = None
+    sides: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     image: Any = None
 
 
@@ -71,8 +70,7 @@ def _source(item: Any, pairs: bool, images: bool) -> Source:
     if images and is_image(item):
         return Source(image=item)
     if isinstance(item, TokenInput):
-        types = None if item.token_type_ids is None else tuple(item.token_type_ids)
-        return Source(ids=tuple(item.token_ids), type_ids=types, boxes=item.bbox)
+        return Source(ids=tuple(item.token_ids), sides=item.given)
     if isinstance(item, Mapping) and set(item) in ({"prompt"}, {"prompt_token_ids"}):  # vLLM's form
         (value,) = item.values()
         if isinstance(value, str if "prompt" in item else list | tuple):
@@ -137,7 +135,7 @@ class Reader:
 
         Raises:
             InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`);
-                boxes that do not go with their tokens.
+                sides that do not go with their tokens.
         """
         tokenizer, info = self._tokenizer, self._info
         if source.image is not None:
@@ -147,10 +145,10 @@ class Reader:
             side, added = (
                 ("right", frozenset()) if tokenizer is None else (tokenizer.truncation_side, tokenizer.frame_ids)
             )
-            found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=source.type_ids, added=added)
-            types = None if source.type_ids is None else found.type_ids
-            boxes = boxes_of(source.boxes, len(source.ids), info, self._max_length, side)
-            return Reading(found, None, TokenInput(found.ids, None, types, boxes))
+            types = source.sides.get("token_types")
+            found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=types, added=added)
+            kept = sides_of(source.sides, len(source.ids), info, self._max_length, side)
+            return Reading(found, None, TokenInput.of(found.ids, None, kept))
         text = self._prompt + source.text
         found = need_tokenizer(tokenizer, info).encode_input(
             text, source.pair, max_length=self._max_length, marker=self._marker

@@ -1,4 +1,5 @@
-"""From a token classifier's scores to the spans of the text that it found, as transformers' pipeline has them."""
+"""The way from a token classifier's scores to the spans of the text that it found, as transformers' pipeline has
+them."""
 
 from __future__ import annotations
 

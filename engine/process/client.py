@@ -1,4 +1,4 @@
-"""How the server talks to the engine: one interface, whatever the engine runs in.
+"""The server's connection to the engine: one interface, whatever the engine runs in.
 
 `ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies;
 `AttachedEngineClient` is one more client of an engine that another process runs so.

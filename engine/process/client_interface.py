@@ -1,4 +1,4 @@
-"""What the server needs of an engine, whatever the engine runs in."""
+"""The interface of an engine for the server, whatever the engine runs in."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def cache_map(self) -> CacheMap:
-        """What the pages hold, and for which requests, at a moment between steps after the call.
+        """The contents of the pages, and the requests that use them, at a moment between steps after the call.
 
         Raises:
             EngineDeadError: the engine is dead, or died before it answered.

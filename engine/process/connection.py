@@ -119,7 +119,7 @@ class ConnectedClient(EngineClient):
 
     @property
     def death(self) -> str | None:
-        """Why the engine has died, if it has."""
+        """The reason why the engine has died, if it has."""
         return self._death
 
     @property
@@ -298,7 +298,7 @@ class ConnectedClient(EngineClient):
 
 @dataclass(slots=True)
 class _Stream:
-    """Where a request's news go; `since` is the number of the command that added it."""
+    """The destination of a request's news; `since` is the number of the command that added it."""
 
     since: int
     deliver: Deliver

@@ -1,4 +1,4 @@
-"""What a client knows of a model before its engine does."""
+"""The facts that a client knows of a model before its engine does."""
 
 from __future__ import annotations
 

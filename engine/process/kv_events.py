@@ -296,8 +296,8 @@ class KVEventPublisher:
         if not isinstance(event, PagesStored):
             return BlockRemoved(hashes, self._medium)
         keys: list[tuple[str, ...] | None] = [None] * len(hashes)
-        if event.root is not None:
-            keys[0] = (event.root.hex(),)
+        for page, digest in event.beside.items():
+            keys[page] = (digest.hex(),)
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if event.parent is None else public_hash(event.parent),

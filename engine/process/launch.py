@@ -162,12 +162,12 @@ class EngineProcess:
         raise EngineDeadError(f"{self.epitaph()} while it loaded the model.") if reply is None else reply.error()
 
     def last_words(self) -> str | None:
-        """Why it ended, read once the lifeline is readable; None if the process is gone without a word."""
+        """The reason why it ended, read once the lifeline is readable; None if the process is gone without a word."""
         reply = receive_reply(self.line)
         return str(reply.error()) if isinstance(reply, Failed) else None
 
     def epitaph(self, patience: float = 0.3) -> str:
-        """How the process ended, waiting a moment for its exit status."""
+        """The end of the process in words, waiting a moment for its exit status."""
         assert self._popen is not None
         try:
             status = self._popen.wait(patience)

@@ -328,7 +328,7 @@ class Loop:
 
 
 def _refusal(compiled: Future[Any]) -> OctavoError | None:
-    """Why a grammar could not be compiled, if so."""
+    """The reason why a grammar could not be compiled, if so."""
     error = compiled.exception()
     if error is None or isinstance(error, OctavoError):
         return error

@@ -1,4 +1,4 @@
-"""What the engine's process and its client say to each other: MessagePack, typed, checked on arrival.
+"""The messages between the engine's process and its client: MessagePack, typed, checked on arrival.
 
 The dataclasses of `engine.interface.request` and `engine.interface.outputs` travel as they are; the structs here only
 wrap them. Nothing is ever unpickled.
@@ -64,7 +64,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Known(msgspec.Struct, tag=True):
-    """What the client has read while the engine's process imported what it needs.
+    """The facts that the client has read while the engine's process imported what it needs.
 
     Attributes:
         folder: of the checkpoint.
@@ -165,7 +165,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
     @property
     def input(self) -> EngineInput:
-        """What `add_request` takes as its input."""
+        """The input for `add_request`."""
         if self.signal is not None:
             return self.signal.input
         given = self.tokens or self.seq2seq
@@ -174,7 +174,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
-        """What `add_request` takes as its parameters."""
+        """The parameters for `add_request`."""
         given = self.sampling or self.pooling
         assert given is not None
         return given
@@ -213,7 +213,7 @@ Command = Join | Add | Abort | Look | Warm | Dismiss
 
 
 class News(msgspec.Struct, omit_defaults=True):
-    """What a step, or a batch of commands, brought to a client.
+    """The news of a step, or of a batch of commands, for a client.
 
     Attributes:
         deltas: of all its requests with news; one without choices says that its request was accepted.
@@ -231,7 +231,7 @@ class News(msgspec.Struct, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack knows for sequences and mappings of other types, and for configs."""
+    """The form that MessagePack knows for sequences and mappings of other types, and for configs."""
     if isinstance(value, PublishedConfig):
         return msgspec.msgpack.Ext(_CONFIG, _encoder.encode(value.parts))
     if isinstance(value, Mapping):
@@ -346,7 +346,7 @@ def receive_start(line: socket.socket) -> Start | None:
 
 
 def receive_known(line: socket.socket) -> Known | None:
-    """What follows the first words, or None if the client is gone, or has said goodbye."""
+    """The message after the first words, or None if the client is gone, or has said goodbye."""
     try:
         if line.recv(1, socket.MSG_PEEK) == GOODBYE:
             return None
@@ -357,7 +357,7 @@ def receive_known(line: socket.socket) -> Known | None:
 
 
 def receive_reply(line: socket.socket) -> Ready | Failed | None:
-    """What the engine's process says, or None if it is gone."""
+    """The engine process's message, or None if it is gone."""
     data = _receive_framed(line)
     return None if data is None else _replies.decode(data)
 

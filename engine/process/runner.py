@@ -88,7 +88,7 @@ class Release(msgspec.Struct, tag=True):
 
 
 class Failure(msgspec.Struct, tag=True):
-    """What a message raised."""
+    """The error that a message raised."""
 
     kind: str
     message: str
@@ -105,7 +105,7 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """What a message gave: facts of a start, the result of a step, or nothing."""
+    """The result of a message: facts of a start, the result of a step, or nothing."""
 
     facts: ModelFacts | None = None
     result: StepResult | None = None
@@ -150,7 +150,7 @@ class _Late:
         return self._executor.await_reply(self, wait=False)
 
     def answer(self) -> Answer:
-        """What the message gave; waits for it. Raises what it raised."""
+        """The result of the message; waits for it. Raises what it raised."""
         self._executor.await_reply(self, wait=True)
         assert self.reply is not None
         if isinstance(self.reply, Failure):
@@ -393,7 +393,7 @@ def _carry_out(
         elif isinstance(order, Release):
             executor.release()
         else:
-            raise RunnerError(f"{type(order).__name__} is no order of its own")
+            raise RunnerError(f"{type(order).__name__} is not an order that a runner process takes")
         return Answer()
     except Exception as error:
         return _failure(error)

@@ -46,7 +46,7 @@ _NO_ROWS: Mapping[int, int] = {}
 
 @dataclass(slots=True)
 class Outcome:
-    """What becomes of a group.
+    """The result for a group.
 
     Attributes:
         delta: news for the caller.
@@ -102,7 +102,7 @@ class Answer:
 
 
 def accepted_rows(batch: SamplingBatch | None, result: StepResult) -> Mapping[int, int]:
-    """How many rows of a result count of each sequence, by the first of them; empty where each has one."""
+    """The number of rows of a result that count of each sequence, by the first of them; empty if each has one."""
     if batch is None or batch.spans is None or result.accepted is None:
         return _NO_ROWS
     return dict(zip(batch.spans[:-1].tolist(), result.accepted.tolist(), strict=True))
@@ -139,7 +139,7 @@ def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], promp
 
 
 def _problem(group: SequenceGroup) -> str | None:
-    """Why a constraint of the group allows no token any more, if that is so."""
+    """The reason why a constraint of the group allows no token any more, if that is so."""
     for sequence in group.sequences:
         constraint = sequence.constraint
         if isinstance(constraint, Failing) and constraint.problem is not None:

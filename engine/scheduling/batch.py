@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.interface.constraints import Constraint, Weighing, allow, fill_masks
 from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, Masks, mask_words, new_version
+from engine.interface.token_sides import SIDES, Sides
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
@@ -42,20 +43,21 @@ _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an e
 
 @dataclass(slots=True)
 class LastStep:
-    """What the last step has in common with the next one, where the same requests decode in both.
+    """The parts of the last step that the next one shares, if the same requests decode in both.
 
     Attributes:
         groups: the request of each row; empty where the step did more than decode.
-        sampling, cross: as in its plan.
+        sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
     sampling: SamplingBatch | None = None
     cross: CrossRows | None = None
+    sides: Sides = field(default_factory=dict)
 
     def forget(self) -> None:
         """The next step has nothing in common with it."""
-        self.groups, self.sampling, self.cross = [], None, None
+        self.groups, self.sampling, self.cross, self.sides = [], None, None, {}
 
 
 def _int32(values: Seq[int]) -> Int32:
@@ -121,16 +123,14 @@ def build_plan(
         cross=_cross(groups) if known is None else known.cross,
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
-        token_types=None if decoding else _of_tokens(rows, [row.group.token_types for row in rows]),
-        boxes=None if decoding else _of_tokens(rows, [row.group.boxes for row in rows]),
+        sides=known.sides if known is not None else _sides(rows) if any(group.sides for group in groups) else {},
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
-        shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
     )
     if last is not None:
         last.groups = groups if decoding else []
-        last.sampling, last.cross = plan.sampling, plan.cross
+        last.sampling, last.cross, last.sides = plan.sampling, plan.cross, plan.sides
     return plan
 
 
@@ -192,23 +192,19 @@ def _pooling(rows: Seq[Row]) -> tuple[PoolingRow, ...]:
     )
 
 
-def _of_tokens(rows: Seq[Row], known: Seq[Int32]) -> Int32 | None:
-    """What the tokens of the rows have beside their ids, zeros in prompts of which nothing is known; None where nothing
-    is known of any.
-
-    Args:
-        known: [tokens of the prompt, ...] for each row; empty where nothing is.
-    """
-    if not any(map(len, known)):
-        return None
-    parts = [values[row.start : row.start + row.count] for row, values in zip(rows, known, strict=True)]
-    return np.concatenate(
-        [p if len(p) else np.zeros((row.count, *p.shape[1:]), np.int32) for p, row in zip(parts, rows, strict=True)]
-    )
+def _sides(rows: Seq[Row]) -> Sides:
+    """The sides of the tokens of the rows; those that are the default of all tokens are left out."""
+    names = {name for row in rows for name, known in row.group.sides.items() if SIDES[name].is_known(known, row.start)}
+    found = {}
+    for side in (SIDES[name] for name in sorted(names)):
+        nothing = side.array(())
+        parts = [side.part(row.group.sides.get(side.name, nothing), row.start, row.count) for row in rows]
+        found[side.name] = np.concatenate(parts)
+    return found
 
 
 def _attended(rows: Seq[Row], counts: Int32) -> Int32:
-    """How many of the tokens of each whole input are attended to: the first ones, which as a rule are all."""
+    """The number of tokens of each whole input that are attended to: the first ones, which as a rule are all."""
     poolings = [row.group.request.pooling for row in rows]
     asked = [None if pooling is None else pooling.attended for pooling in poolings]
     if not any(asked):
@@ -290,7 +286,7 @@ def _watched(rows: Seq[Row]) -> Int32 | None:
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
-    """How rows are sampled one token later: only what depends on their tokens is made anew."""
+    """The sampling of rows one token later: only what depends on their tokens is made anew."""
     assert before is not None
     groups = {row.group for row in rows}
     changes: dict[str, Any] = {}
@@ -310,7 +306,7 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 
 def _edits(rows: Seq[Row]) -> EditList:
-    """What is edited of each row: its tokens by kinds."""
+    """The edits of each row: its tokens by kinds."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
     values_of: dict[int, Float32] = {}  # values of parts that have one for each token
     for i, row in enumerate(rows):
@@ -348,7 +344,7 @@ def _edits(rows: Seq[Row]) -> EditList:
 
 
 def _masks(rows: Seq[Row]) -> dict[str, Any]:
-    """Which rows have constraints, and what fills their masks when these are needed."""
+    """The rows that have constraints, and the function that fills their masks when these are needed."""
     masked = [i for i, row in enumerate(rows) if row.sequence.mask is not None]
     if not masked:
         return {}
@@ -361,7 +357,7 @@ def _masks(rows: Seq[Row]) -> dict[str, Any]:
 
 
 def _fill(rows: Seq[Row]) -> Masks:
-    """What constraints leave of the vocabulary; of one that is complete the end of the answer.
+    """The masks of what constraints leave of the vocabulary; of one that is complete, the end of the answer.
 
     An end that comes too early for `min_tokens` or `min_length` is left out, unless nothing else may come.
     """

@@ -145,7 +145,7 @@ class BlockPool:
         return self._refs[page] > 1
 
     def references(self, page: int) -> int:
-        """How many tables hold the page."""
+        """The number of tables that hold the page."""
         return self._refs[page]
 
     def pin(self, page: int) -> None:
@@ -219,7 +219,7 @@ class BlockPool:
         return list(pages)
 
     def count_cached(self, pages: Iterable[int]) -> int:
-        """How many of these pages are unreferenced, so that adopting them uses up available ones."""
+        """The number of these pages that are unreferenced, so that adopting them uses up available ones."""
         return sum(1 for page in pages if self._states[page] == CACHED)
 
     def snapshot(self) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""How much a step may hold so that it stays below a time limit.
+"""The limit on a step's work that keeps it below a time limit.
 
 What a step holds is counted as *work*: in tokens, where a query-key pair and a row of logits count as the fraction of
 a token that they took when the engine started (`Costs`). So a chunk late in a long prompt, which sees more keys,
@@ -82,7 +82,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class StepLimit:
-    """What a step may hold.
+    """The limit on a step's work.
 
     Attributes:
         costs: how work is counted.
@@ -102,7 +102,7 @@ UNLIMITED = StepLimit()
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step held.
+    """The work of a step.
 
     Attributes:
         tokens: all of them.
@@ -118,7 +118,7 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """What a plan holds."""
+        """The work of a plan."""
         sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
@@ -175,7 +175,7 @@ class StepBudget:
             self._steps.append(_Seen(work.tokens, work.total(self._costs), seconds))
 
     def limit(self) -> StepLimit:
-        """What the next step may hold; a few tokens as long as nothing was observed."""
+        """The limit of the next step; a few tokens as long as nothing was observed."""
         if not self._steps:
             return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=self._floor)
         limit, fixed = self._seconds, median(self._single) if self._single else 0.0

@@ -18,7 +18,7 @@ from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
 class Drafter(Protocol):
-    """What expects tokens: by a small model, or by what the prompt holds already."""
+    """The source of expected tokens: a small model, or the tokens of the prompt."""
 
     def propose(self, request: Request, choice: int, tokens: Int32, most: int) -> Seq[int]:
         """Tokens that are likely to follow those of one of a request's answers and its prompt.
@@ -32,7 +32,7 @@ class Drafter(Protocol):
 
 
 def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
-    """What the drafter expects of a sequence whose tokens are all known, as far as that can come.
+    """The tokens that the drafter expects of a sequence whose tokens are all known, as far as they can come.
 
     Nothing is drafted from an end on, nor what a constraint excludes: a mask says of allowed tokens alone what may
     follow them.

@@ -10,6 +10,7 @@ from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import encoder_root
 from engine.scheduling.sequence import SequenceGroup
 from engine.scheduling.step import Step
 
@@ -31,7 +32,7 @@ class EncoderCache:
         """The encoder input of a new request."""
         if not request.encoder_token_ids:
             return None
-        root = self._hasher.root(request.cache_salt)
+        root = encoder_root(request, self._hasher)
         if not self._config.enable_prefix_caching:
             root = self._hasher.extend(root, np.array([arrival], dtype=np.int32))
         return EncoderInput(request.encoder_token_ids, root, self._hasher, self._config.block_size, request.signal)

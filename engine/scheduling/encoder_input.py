@@ -1,4 +1,4 @@
-"""What the scheduler knows of an encoder input: its length, what it is, and the pages that its K and V lie in.
+"""The scheduler's facts about an encoder input: its length, its content, and the pages of its K and V.
 
 An input is encoded once, whole, by the step that first runs its request, and its K and V for all layers of the
 decoder lie in pages of the same pool. They are never written again: all beams and answers read them, and requests with

@@ -1,12 +1,13 @@
-"""What the scheduler can hold, and which requests it could never run."""
+"""The scheduler's limits, and the requests that could never run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequestError
 from engine.interface.request import Request
+from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 
@@ -16,51 +17,32 @@ class SchedulerConfig:
 
     Attributes:
         enable_prefix_caching: later requests may find the pages of earlier ones.
-        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
-        unchunked: every request is one input, read whole by one step, that leaves nothing in pages.
-        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
-            turned otherwise than longer ones, and find their angles as many rows after their positions.
+        needs: of the model's sequences.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     enable_prefix_caching: bool = True
-    window: int | None = None
-    unchunked: bool = False
-    rotary_shifts: tuple[tuple[int, int], ...] = ()
+    needs: SequenceNeeds = field(default_factory=SequenceNeeds)
 
     @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        *,
-        window: int | None = None,
-        unchunked: bool = False,
-        rotary_shifts: tuple[tuple[int, int], ...] = (),
-    ) -> SchedulerConfig:
-        """What an engine's settings come to for a model."""
+    def of(cls, config: EngineConfig, needs: SequenceNeeds) -> SchedulerConfig:
+        """The limits that an engine's settings give for a model."""
         return cls(
-            max_num_seqs=config.max_num_batched_tokens
-            if unchunked and config.max_num_seqs is None
-            else config.most_seqs,
+            max_num_seqs=config.most_seqs
+            if needs.paged or config.max_num_seqs is not None
+            else config.max_num_batched_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            window=window,
-            unchunked=unchunked,
-            rotary_shifts=rotary_shifts,
+            needs=needs,
         )
 
-    def rotary_shift(self, reach: int) -> int:
-        """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""
-        return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
-
-    def crossed_limit(self, request: Request) -> int | None:
-        """The first length beyond which sequences are turned otherwise, and which this request's prompt is within and
-        its answer may pass; None if there is none."""
-        prompt, reach = len(request.prompt_token_ids), request.reach
-        return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
+    @property
+    def window(self) -> int | None:
+        """Keys that any layer sees at most, the query's own included; None if some layer sees all."""
+        return self.needs.window
 
     @property
     def seen_pages(self) -> int | None:
@@ -79,8 +61,8 @@ class SchedulerConfig:
         return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
 
     def fitting(self, length: int, total_pages: int, encoder_length: int = 0) -> float:
-        """How many requests of `length` tokens, and an encoder's input of `encoder_length`, that many pages hold at a
-        time."""
+        """The number of requests of `length` tokens, and an encoder's input of `encoder_length`, that so many pages
+        hold at a time."""
         encoded = pages_needed(encoder_length, self.block_size)
         whole = total_pages / (pages_needed(length, self.block_size) + encoded)
         if self.window is None:
@@ -117,7 +99,7 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
             param="prompt",
             code="context_length_exceeded",
         )
-    if config.unchunked:
+    if not config.needs.paged:
         return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)
     if request.pooling is not None:

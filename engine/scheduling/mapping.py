@@ -65,7 +65,7 @@ def _tables(group: SequenceGroup) -> Tables:
 
 
 def _found(group: SequenceGroup) -> Tables:
-    """What of it was found in the cache."""
+    """The part of it that was found in the cache."""
     found = [group.sequences[0].table.view(0, group.num_found)] if group.num_found else []
     if group.encoder_input is not None and group.encoder_input.num_cached:
         found.append(np.array(group.encoder_input.pages, dtype=np.int32))

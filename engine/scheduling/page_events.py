@@ -1,10 +1,11 @@
-"""What the prefix cache has gained and lost, in the order in which it did: the pages that a router may count on."""
+"""The pages that the prefix cache has gained and lost, in order: a router may count on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.interface.token_sides import hashed
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.plan import Int32
 from engine.scheduling.sequence import IntBuffer, SequenceGroup
@@ -18,13 +19,13 @@ class PagesStored:
         hashes: one for each page.
         parent: hash of the page before the first of them; None where they begin a sequence.
         token_ids: of all the pages.
-        root: where they begin a sequence whose K and V depend on more than tokens, what stands for the rest.
+        beside: what stands for that on which K and V depend besides tokens, by the number of each such page here.
     """
 
     hashes: list[PageHash]
     parent: PageHash | None
     token_ids: Int32
-    root: PageHash | None
+    beside: dict[int, PageHash]
 
 
 @dataclass(slots=True)
@@ -82,11 +83,17 @@ class PageEvents:
     def _stored(
         self, group: SequenceGroup, tokens: IntBuffer, hashes: Sequence[PageHash], first: int, end: int
     ) -> None:
+        size, beside = self._size, dict[int, PageHash]()
+        if first == 0 and group.root != self._ordinary:
+            beside[0] = group.root
+        if group.sides:  # a page's own hash stands for the sides of its tokens
+            others = (page for page in range(first, end) if hashed(group.sides, page * size, size))
+            beside |= {page - first: hashes[page] for page in others}
         self.events.append(
             PagesStored(
                 hashes=list(hashes[first:end]),
                 parent=hashes[first - 1] if first else None,
-                token_ids=tokens.view(first * self._size, end * self._size).copy(),
-                root=group.root if first == 0 and group.root != self._ordinary else None,
+                token_ids=tokens.view(first * size, end * size).copy(),
+                beside=beside,
             )
         )

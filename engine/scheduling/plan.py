@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.interface.pooling import Pooling
 from engine.interface.sampling_table import NO_EDITS, NO_MASKS, EditList, Masks, Table, new_version
+from engine.interface.token_sides import Sides
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -24,7 +25,8 @@ _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """How to turn the logits of the S sampled tokens into candidates (see `engine.interface.sampling_table`).
+    """The instructions that turn the logits of the S sampled tokens into candidates (see
+    `engine.interface.sampling_table`).
 
     Attributes:
         rows: [S] index into the flat tokens.
@@ -103,7 +105,7 @@ class EncoderBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossRows:
-    """What a plan's R rows read of encoder inputs.
+    """The encoder inputs that a plan's R rows read.
 
     Attributes:
         tables: [R, max blocks] pages of what each row's encoder input left, as `StepPlan.block_tables`.
@@ -178,7 +180,7 @@ class PoolingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one forward pass computes.
+    """The work of one forward pass.
 
     Attributes:
         token_ids, positions: [T].
@@ -201,12 +203,9 @@ class StepPlan:
         cross: what the rows read of encoder inputs; None if no row has one.
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
-        token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
-        boxes: [T, 4] where each token stands on its page; None where all are zeros.
+        sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
         signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
             where all rows are.
-        shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
-            positions are the rows of all.
         version: a plan of the same version as that of the step before has the same rows, each one token further: the
             same `cross`, and a `sampling` of the same version. All other plans have versions of their own.
     """
@@ -224,12 +223,10 @@ class StepPlan:
     cross: CrossRows | None = None
     pooling: tuple[PoolingRow, ...] = ()
     unchunked: bool = False
-    token_types: Int32 | None = None
-    boxes: Int32 | None = None
+    sides: Sides = field(default_factory=dict)
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     searches: Searches | None = None
-    shifts: Int32 | None = None
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:
@@ -246,19 +243,10 @@ class StepPlan:
             context_lens=self.context_lens[chosen],
             block_tables=self.block_tables[chosen],
             pooling=tuple(replace(wanted, row=numbers[wanted.row]) for wanted in self.pooling if wanted.row in numbers),
-            token_types=None if self.token_types is None else self.token_types[places],
-            boxes=None if self.boxes is None else self.boxes[places],
+            sides={name: values[places] for name, values in self.sides.items()},
             signals=tuple(self.signals[row] for row in chosen) if self.signals else (),
-            shifts=None if self.shifts is None else self.shifts[chosen],
             version=new_version(),
         )
-
-    @property
-    def rotary_positions(self) -> Int32 | None:
-        """[T] the rows of rotary tables; None where they are the positions."""
-        if self.shifts is None:
-            return None
-        return self.positions + np.repeat(self.shifts, np.diff(self.query_start))
 
     @property
     def num_tokens(self) -> int:
@@ -287,7 +275,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledRow:
-    """What a `PoolingRow` asked for.
+    """The result for a `PoolingRow`.
 
     Attributes:
         values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as

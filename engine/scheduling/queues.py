@@ -118,7 +118,7 @@ class Deadlines:
             heapq.heappush(self._heap, (request.deadline, group.arrival, request.request_id))
 
     def due(self, now: float, groups: Mapping[str, SequenceGroup]) -> list[SequenceGroup]:
-        """Those of the unfinished groups, by their ids, whose time is over; they are forgotten."""
+        """The unfinished groups, by their ids, whose time is over; they are forgotten."""
         late = []
         while self._heap:
             deadline, arrival, request_id = self._heap[0]

@@ -1,4 +1,4 @@
-"""What DRY takes from tokens that would go on with a repetition (`engine.interface.dry`).
+"""DRY's penalties for tokens that would go on with a repetition (`engine.interface.dry`).
 
 For each place of a sequence it is known how many tokens up to there are those that the sequence ends with. One token
 more makes these lengths anew in one pass of numpy; only where many tokens came at once, as a prompt does, they are

@@ -1,4 +1,4 @@
-"""Which requests run in a step, with which tokens, on which pages; and what a step's answer means.
+"""The choice of the requests that run in a step, with their tokens and pages; and the use of a step's results.
 
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every step lets it catch
 up by as many as the step's budget allows. The shape is that of vLLM's v1 scheduler; that groups of sequences (beams, n
@@ -30,6 +30,7 @@ from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
+from engine.scheduling.needs import sequence_root
 from engine.scheduling.page_events import PageEvents
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
@@ -102,11 +103,10 @@ class Scheduler:
         """Queue a request that `check_fits` accepts."""
         self.check_fits(request)
         encoder_input = self._encoder_cache.of(request, self._arrivals)
-        shift = self.config.rotary_shift(request.reach)
-        root = self._tables.root(request, encoder_input, shift)
-        group = SequenceGroup(
-            request, self._arrivals, root, encoder_input, unchunked=self.config.unchunked, shift=shift
-        )
+        needs = self.config.needs
+        sides = needs.sides_of(request)
+        root = sequence_root(request, self._hasher, encoder_input, sides)
+        group = SequenceGroup(request, self._arrivals, root, encoder_input, unchunked=not needs.paged, sides=sides)
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
@@ -249,7 +249,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def _keep(self, row: Row, count: int) -> None:
-        """So many of a row's drafts were right: they count as computed, as far as its answer goes."""
+        """Count so many of a row's drafts as computed, as far as its answer goes: they were right."""
         count = min(count, row.sequence.num_tokens - row.start - 1)
         self.stats.num_draft_tokens += len(row.drafts)
         self.stats.num_accepted_draft_tokens += count

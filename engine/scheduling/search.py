@@ -92,7 +92,7 @@ class Ending:
 
 @dataclass(slots=True)
 class BeamStep:
-    """What a step of beam search decided. Immutable by convention.
+    """The decisions of a step of beam search. Immutable by convention.
 
     Attributes:
         live: beams that go on, best first; empty when done.
@@ -177,7 +177,8 @@ class BeamSearch:
         return self.choose(ranking, length, kept)
 
     def choose(self, ranking: Ranking, length: int, kept: Sequence[Hypothesis]) -> BeamStep:
-        """What becomes of the best candidates; the other arguments are those of `advance`."""
+        """Divide the best candidates into beams that go on and beams that end; the other arguments are those of
+        `advance`."""
         at_limit = length + 1 >= self.max_tokens
         live: list[Continuation] = []
         endings: list[Ending] = []
@@ -265,13 +266,13 @@ def rank(
 
 @functools.lru_cache(maxsize=4096)
 def _length_factor(length: int, penalty: float) -> np.float32:
-    """What a score is divided by. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
+    """The divisor of a score. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
     with np.errstate(over="ignore"):
         return np.float32(np.clip(np.float64(length) ** penalty, _FLOAT32.tiny, _FLOAT32.max))
 
 
 def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], known: Sequence[int]) -> list[int]:
-    """How many output tokens of each answer can never change.
+    """The number of output tokens of each answer that can never change.
 
     Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept
     scores never change, so later hypotheses only push others down. What all of those have in common

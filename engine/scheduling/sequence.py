@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request while it is alive: its sequences and their progress.
+"""The scheduler's state of a request while it is alive: its sequences and their progress.
 
 Only the `Scheduler` changes these objects.
 """
@@ -14,6 +14,7 @@ from engine.interface.constraints import Constraint, Forcing, Lifting
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
+from engine.interface.token_sides import Sides, hashed
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import Float32, Float64, Int32
@@ -176,12 +177,17 @@ class Sequence:
         """Tokens generated so far."""
         return tuple(self.tokens.view(self.num_prompt).tolist())
 
-    def extend_hashes(self, hasher: PageHasher, root: PageHash, block_size: int, num_pages: int) -> list[PageHash]:
-        """Hashes of the first num_pages pages, which the known tokens must fill."""
+    def extend_hashes(
+        self, hasher: PageHasher, root: PageHash, block_size: int, num_pages: int, sides: Sides | None = None
+    ) -> list[PageHash]:
+        """Hashes of the first num_pages pages, which the known tokens must fill; `sides`: those of the tokens."""
         while len(self.hashes) < num_pages:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else root
-            self.hashes.append(hasher.extend(parent, self.tokens.view(start, start + block_size)))
+            content = self.tokens.view(start, start + block_size)
+            if sides and (more := hashed(sides, start, block_size)):
+                content = np.concatenate((content, *more))
+            self.hashes.append(hasher.extend(parent, content))
         return self.hashes[:num_pages]
 
     def follow(self, parent: Sequence) -> None:
@@ -223,7 +229,7 @@ class Sequence:
 
 
 class Status(Enum):
-    """Where a group is."""
+    """The state of a group."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -256,9 +262,7 @@ class SequenceGroup:
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
         unchunked: its input is read whole, and leaves nothing in pages.
-        shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
-        token_types: the segment of each token of its prompt; empty where all are of the first.
-        boxes: [tokens, 4] where each token of its prompt stands on its page; empty where all are zeros.
+        sides: what is known of its first tokens beside their ids.
         pooled: what its pooling has so far, where the input is computed in parts.
         parameters: the bytes of its row of the sampling table.
         draws: its tokens are drawn, with numbers that follow from the seed.
@@ -277,7 +281,7 @@ class SequenceGroup:
         encoder_input: EncoderInput | None = None,
         *,
         unchunked: bool = False,
-        shift: int = 0,
+        sides: Sides | None = None,
     ):
         decoding = request.decoding
         self.request = request
@@ -285,10 +289,8 @@ class SequenceGroup:
         self.root = root
         self.encoder_input = encoder_input
         self.unchunked = unchunked
-        self.shift = shift
         self.pooled: Float64 | None = None
-        self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
-        self.boxes: Int32 = np.array(request.boxes, dtype=np.int32).reshape(-1, 4)
+        self.sides = request.sides if sides is None else sides
         source = request.encoder_token_ids or request.prompt_token_ids
         source = () if request.signal is not None else source  # it has no tokens that an answer could repeat
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
@@ -373,7 +375,7 @@ class SequenceGroup:
         return len(self.sequences)
 
     def work(self) -> list[tuple[Sequence, int]]:
-        """Which sequences have how many tokens to schedule now."""
+        """The sequences with tokens to schedule now, and how many."""
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]

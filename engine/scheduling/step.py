@@ -49,7 +49,7 @@ class SearchAhead:
 
 @dataclass(slots=True)
 class Step:
-    """What each group runs, the pages to copy for it, and what room is left.
+    """The work of each group in a step, the pages to copy for it, and the room that is left.
 
     Attributes:
         budget: tokens that may still be planned.
@@ -86,7 +86,7 @@ class Step:
 
     @contextmanager
     def half(self) -> Iterator[None]:
-        """Only half of what is left may be planned meanwhile. The next prompt after it counts as the step's first."""
+        """Plan within only half of what is left meanwhile. The next prompt after it counts as the step's first."""
         budget, work = self.budget // 2, self.left / 2 if self.left < math.inf else 0.0
         kept = self.budget - budget
         self.budget, self.left = budget, self.left - work

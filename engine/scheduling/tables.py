@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
-from engine.interface.request import Request
-from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
-from engine.scheduling.encoder_input import EncoderInput
+from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.page_events import PageEvents
 from engine.scheduling.row import Row
@@ -31,12 +27,6 @@ class Tables:
         self._hasher = hasher
         self._config = config
         self._events = events
-
-    def root(self, request: Request, encoder_input: EncoderInput | None, shift: int) -> PageHash:
-        """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
-        root = self._hasher.root(request.cache_salt) if encoder_input is None else encoder_input.key
-        # No token is negative: this is no page's hash.
-        return self._hasher.extend(root, np.array([-2, shift], dtype=np.int32)) if shift else root
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
@@ -61,7 +51,7 @@ class Tables:
         self.fork_from_first(group)
 
     def fork_from_first(self, group: SequenceGroup) -> None:
-        """Where the common prefix is computed, all other sequences go on from the first one's pages."""
+        """Let all other sequences go on from the first one's pages, once the common prefix is computed."""
         first = group.sequences[0]
         if group.fork_point != first.num_computed:
             return
@@ -148,7 +138,7 @@ class Tables:
 
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
-        size, has_pages = self._config.block_size, not self._config.unchunked
+        size, has_pages = self._config.block_size, self._config.needs.paged
         publishes = has_pages and self._config.enable_prefix_caching
         has_window = has_pages and self._config.window is not None
         for row in rows:
@@ -201,7 +191,7 @@ class Tables:
         sequence = group.sequences[0]
         known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
         num_pages = known // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages)
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
         return self._pool.match(hashes, self._config.seen_pages)
 
     def _leave_window(self, sequence: Sequence, position: int) -> None:
@@ -215,7 +205,7 @@ class Tables:
 
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
         full = sequence.num_computed // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full, group.sides)
         table, publish = sequence.table, self._pool.publish
         new = [page for page in range(sequence.num_published, full) if publish(table[page], hashes[page])]
         if new and self._events is not None:

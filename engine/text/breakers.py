@@ -78,7 +78,7 @@ class BreakerTokens:
 
 
 class _Pieces:
-    """What each token adds to a text. Special tokens are what texts write for them."""
+    """The text that each token adds. Special tokens are what texts write for them."""
 
     def __init__(self, tokenizer: Tokenizer, size: int):
         self._tokenizer = tokenizer
@@ -92,8 +92,8 @@ class _Pieces:
                 self._by_end[piece[-1]].append(token)
 
     def breakers(self, texts: Iterable[str]) -> Breakers:
-        """As llama.cpp looks for them: tokens that hold a text, and those that end with a beginning of it, followed by
-        the tokens of its rest."""
+        """The breakers that llama.cpp looks for: tokens that hold a text, and those that end with a beginning of it,
+        followed by the tokens of its rest."""
         tails: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         for text in sorted(texts):
             whole = text.encode()

@@ -46,7 +46,7 @@ class Catalogue:
 
     @property
     def info(self) -> CatalogueInfo:
-        """What clients may know of it."""
+        """The facts for clients."""
         return CatalogueInfo(self.name, self.trie.num_sequences, self.trie.longest)
 
 
@@ -80,7 +80,7 @@ class Catalogues:
 
     @property
     def infos(self) -> tuple[CatalogueInfo, ...]:
-        """What clients may know of them."""
+        """The facts for clients."""
         return tuple(catalogue.info for catalogue in self._found.values())
 
     def completed(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
@@ -321,8 +321,8 @@ class _Builder:
         return [[*opening, *next(encoded)] if isinstance(title, str) else title for _, title in batch]
 
     def _find_opening(self, tokenizer: Tokenizer) -> list[int]:
-        """What a model's answer begins with before its text, as BART's with <s>: tokens in front of its tokenizer's
-        texts, unless these are forced, or the decoder begins with them."""
+        """The tokens with which a model's answer begins before its text, as BART's with <s>: tokens in front of its
+        tokenizer's texts, unless these are forced, or the decoder begins with them."""
         if self._info.max_encoder_len is None or self._defaults.values.get("forced_bos_token_id") is not None:
             return []
         framed, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)

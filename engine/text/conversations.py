@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.configs.listing import list_models_once
+
 Messages = list[dict[str, Any]]
 
 # A template that tells the role apart writes it as a string, which developers in its prose are not.
@@ -46,6 +48,7 @@ def fit_messages(
 
 def load_renderer() -> Callable[..., tuple[list[str], Any]]:
     """The function that renders. It is slow to import, and a process that only sends conversations needs none."""
+    list_models_once()
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template  # type: ignore[no-any-return]

@@ -114,8 +114,8 @@ class Detokenizer:
         return self._cut(self._pending_text(text))
 
     def _pending_text(self, text: str) -> str:
-        """What the pending ids add to the context, `text` being both. Where the new ids changed the text
-        of the context, which has been given out already, they are decoded on their own."""
+        """The text that the pending ids add to the context, `text` being both. If the new ids changed the text of
+        the context, which has been given out already, they are decoded on their own."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         self._forget()

@@ -1,4 +1,4 @@
-"""From a text, or a pair of texts, to what an encoder reads: tokens, segments, and the places that they come from."""
+"""The way from a text, or a pair of texts, to an encoder's input: tokens, segments, and their places in the text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Encoding:
         type_ids: Sequence[int] | None = None,
         added: Collection[int] = (),
     ) -> Encoding:
-        """What came as ids: a single text, with whatever special tokens it brought; cut at `side` to `max_length`.
+        """The input that came as ids: a single text, with whatever special tokens it brought; cut at `side` to
+        `max_length`.
 
         Args:
             type_ids: the segments; None: all 0.
@@ -147,7 +148,7 @@ def encode_slow(
 
 
 def _marked(encoding: Encoding, marker: int | None, special: bool) -> Encoding:
-    """What a Python tokenizer made, with the marker in its place."""
+    """The tokens of a Python tokenizer, with the marker in its place."""
     if marker is None:
         return encoding
     at = _place_of_marker(encoding.ids, special)
@@ -160,7 +161,8 @@ def _marked(encoding: Encoding, marker: int | None, special: bool) -> Encoding:
 
 
 def _place_of_marker(ids: Sequence[int], special: bool) -> int:
-    """After the first token, which as a rule stands for the whole input; in front where no special tokens are added."""
+    """The place of the marker: after the first token, which as a rule stands for the whole input; in front if no
+    special tokens are added."""
     return 1 if special and ids else 0
 
 

@@ -1,4 +1,4 @@
-"""What an answer must look like, compiled: the constraints of structured output, by llguidance.
+"""Compiled formats of answers: the constraints of structured output, by llguidance.
 
 llguidance reads JSON schemas, regular expressions and Lark grammars, and says which tokens may come next: a few
 microseconds a token for most grammars. It is imported when the first one is asked for; the engine runs without it.
@@ -150,7 +150,7 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
 
 
 def limits_of(library: Any, params: StructuredOutputsParams) -> Any:
-    """What a grammar may cost, as llguidance is told."""
+    """The limits on a grammar's cost, for llguidance."""
     return library.LLParserLimits(**(LARK_LIMITS if params.kind == "grammar" else LIMITS))
 
 
@@ -282,7 +282,7 @@ class _Bytes:
 
 
 class _Watch:
-    """What has been computed since it was made, in seconds: of the clock, but no more than the process has worked, so
+    """The computing time since it was made, in seconds: of the clock, but no more than the process has worked, so
     that a machine's pauses are no grammar's fault."""
 
     __slots__ = ("_began", "_worked")
@@ -508,7 +508,7 @@ class Grammars:
         return GrammarConstraint(matcher, self._vocab_size, ready.pool)
 
     def _prepare(self, library: Any) -> _Ready:
-        """What all grammars of the model share. Large vocabularies take a second or two."""
+        """Prepare what all grammars of the model share. Large vocabularies take a second or two."""
         tokenizer = self._load()
         if tokenizer is None or not self._eos_ids:
             lack = "tokenizer" if tokenizer is None else "token that ends answers (eos_token_id)"
@@ -531,7 +531,7 @@ class Grammars:
 
 
 class _Ready:
-    """What llguidance needs to know of a model."""
+    """The facts about a model that llguidance needs."""
 
     def __init__(self, tokens: Any, pool: Any, *, may_open_with_space: bool, may_force: bool):
         self.tokens, self.pool = tokens, pool

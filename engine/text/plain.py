@@ -93,7 +93,7 @@ class PlainTokenizer:
         return found
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """How the vocabulary writes a token."""
+        """The vocabulary's spelling of tokens."""
         found: str | None = self._tokenizer.id_to_token(token)
         return found
 
@@ -129,9 +129,9 @@ def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | No
     )
     if not plain:
         return None
-    from tokenizers import Tokenizer  # an engine that reads none needs no such library
+    from engine.text.large_vocabulary import read_tokenizer  # an engine that reads none needs no such library
 
-    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend = read_tokenizer(folder / "tokenizer.json")
     tidies = bool(settings.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
     if backend.truncation is not None or backend.padding is not None or tidies:
         return None

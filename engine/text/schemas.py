@@ -1,6 +1,5 @@
-"""What llguidance leaves open about JSON schemas: where in one a problem lies, whether `oneOf` excludes, formats of
-which it allows a little too much, and numbers that it rounds.
-"""
+"""The parts of JSON schemas that llguidance leaves open: the place of a problem in a schema, the exclusion by
+`oneOf`, formats of which it allows a little too much, and numbers that it rounds."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class StopMatcher:
 
 
 def _failures(string: str) -> array[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    """The length of each prefix's longest proper prefix that is also its suffix."""
     table = array("l", [0]) * len(string)
     length = 0
     for at in range(1, len(string)):

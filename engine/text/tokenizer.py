@@ -130,7 +130,7 @@ class Tokenizer:
 
     @property
     def class_name(self) -> str:
-        """Of the `transformers` tokenizer."""
+        """The class name of the `transformers` tokenizer."""
         return type(self._hf).__name__
 
     @property
@@ -202,7 +202,7 @@ class Tokenizer:
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """How the model's answers are to be parsed (`transformers`' response template), or None."""
+        """The template for parsing the model's answers (`transformers`' response template), or None."""
         template = getattr(self._hf, "response_template", None)
         return template if isinstance(template, Mapping) else None
 
@@ -329,7 +329,7 @@ class Tokenizer:
         return str(self._hf.decode(self.visible(ids, skip_special_tokens), skip_special_tokens=False))
 
     def written(self, token: int) -> str:
-        """How the vocabulary writes a token, its marks included."""
+        """The vocabulary's spelling of a token, its marks included."""
         return str(self._hf.convert_ids_to_tokens(token))
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
@@ -346,7 +346,7 @@ class Tokenizer:
         return self._special
 
     def special_texts(self) -> dict[int, str]:
-        """How texts write the special tokens, by their ids."""
+        """The spelling of the special tokens in texts, by their ids."""
         return {token: self.written(token) for token in sorted(self._special)}
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | WordDetokenizer:

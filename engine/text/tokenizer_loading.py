@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.configs.alone import take_configs_alone
+from engine.configs.listing import list_models_once
 from engine.errors import ModelLoadError
 from engine.host.resident import give_back
 from engine.interface.outputs import EngineInfo
@@ -158,6 +159,7 @@ def _load(folder: Path, alone: bool) -> Any:
     generic = is_generic(folder)
     if generic and (plain := read_plain(folder, _read(folder / "tokenizer_config.json"))) is not None:
         return plain
+    list_models_once()
     if alone:
         take_configs_alone()
     import transformers

@@ -1,1 +1,1 @@
-"""From prompts to answers, whole or streamed."""
+"""The way from prompts to answers, whole or streamed."""

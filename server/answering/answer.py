@@ -122,7 +122,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def size(self) -> tuple[int, int]:
-        """How many prompts the request holds, and about how many tokens."""
+        """The number of prompts in the request, and roughly of their tokens."""
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
@@ -130,7 +130,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def maker(self, prompts: list[Prompt]) -> PieceMaker[Piece]:
-        """What turns updates into pieces."""
+        """The object that turns updates into pieces."""
 
     @abstractmethod
     def join(self, pieces: list[Piece]) -> list[Choice]:
@@ -142,7 +142,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def events(self, maker: PieceMaker[Piece]) -> Events[Piece]:
-        """What writes the events of a streamed one."""
+        """The object that writes the events of a streamed answer."""
 
     def timed(self, pieces: Sequence[Any]) -> dict[str, Any]:
         """The field `timings` of what says these pieces or choices, if the request asks for it."""
@@ -164,7 +164,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return await self.made(events.closing)
 
     async def made(self, make: Callable[[], T]) -> T:
-        """What `make` makes of the answer, in a thread if that is large."""
+        """The result of `make` for the answer, computed in a thread if the answer is large."""
         return make() if self._size < _SMALL_ANSWER else await asyncio.to_thread(make)
 
     def ended(self) -> None:
@@ -176,7 +176,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @property
     def truncation(self) -> Truncation | None:
-        """How prompts are cut, if the request asks for it.
+        """The rule for cutting prompts, if the request asks for it.
 
         Raises:
             ApiError: to more tokens than the model takes, or none.

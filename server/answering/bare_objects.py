@@ -66,7 +66,7 @@ class BareObjects:
         """The place of a value of this schema in a rule."""
         if not isinstance(schema, dict):
             if schema is False:
-                raise ValueError("a call with an argument that may have no value cannot be enforced")
+                raise ValueError("the schema allows no value for an argument, so the call cannot be enforced")
             return "any"
         if isinstance(schema.get("$ref"), str):
             return self._reference(schema["$ref"])
@@ -102,7 +102,8 @@ class BareObjects:
             target = self._values.target(reference)
             if target is None:
                 raise ValueError(
-                    f"a call cannot be enforced whose schema refers to {json.dumps(reference)}: it is not there"
+                    f"the schema refers to {json.dumps(reference)}, which does not exist, so the call cannot be "
+                    "enforced"
                 )
             self._count += 1
             name = self._referred[reference] = f"{self._name}_{self._count}"

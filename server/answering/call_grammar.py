@@ -28,7 +28,7 @@ _TERMINALS = (
 
 
 def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool = False) -> str | None:
-    """What the answer must look like, as llguidance's form of Lark; None where it may be anything.
+    """The grammar of the answer, in llguidance's form of Lark; None if the answer may be anything.
 
     An answer that must hold calls holds nothing else but reasoning, where the model has that. Of one that may hold
     calls, those of strict functions have arguments as their schemas say.
@@ -204,7 +204,7 @@ def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
 
 
 def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:
-    """What stands before all else, with its rules."""
+    """The grammar of the reasoning before the answer, with its rules."""
     reasoning = parsing.formats.reasoning
     if reasoning is None:
         return "", []

@@ -39,7 +39,7 @@ class Calls:
 
     @property
     def strict(self) -> bool:
-        """What is not clearly a call is none."""
+        """Text that is not clearly a call does not count as one."""
         return self._names is not None
 
     def knows(self, name: str) -> bool:
@@ -82,12 +82,12 @@ class Calls:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """How many characters at the text's end may be the beginning of a mark."""
+    """The number of characters at the text's end that may be the beginning of a mark."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 class _MalformedError(Exception):
-    """What is written is no call."""
+    """The text is not a call."""
 
 
 class _Value:
@@ -103,7 +103,7 @@ class _Value:
         self._in_string = self._escaped = self._began = False
 
     def end(self, text: str, at: int) -> int | None:
-        """Where in the text, from `at` on, the value ends; None if it goes on after it."""
+        """The index at which the value that begins at `at` ends; None if the text ends within it."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False

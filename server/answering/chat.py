@@ -55,7 +55,7 @@ class ChatPieces(PieceMaker[ChatPiece]):
         return made
 
     def opening(self, update: Update, index: int) -> list[ChatPiece]:
-        """What comes before a choice's first news: the role, and what is echoed."""
+        """The deltas before a choice's first news: the role, and the echo."""
         delta = ChatDelta(role=self.role, content="")
         piece = ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None)
         if not self._told:

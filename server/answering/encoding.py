@@ -7,10 +7,10 @@ import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, TokenInput
-from engine.pooled import boxes_of, token_input
+from engine.pooled import sides_of, token_input
 from engine.text.processor import Encoding, Tokenizer
 from server.admission import estimate_tokens
 from server.answering.prompt import check_token_ids, count_beyond
@@ -137,19 +137,18 @@ def _too_many(param: str, count: int, most: int) -> ApiError:
 
 def compact(source: TokenInput, settings: ServerSettings) -> TokenInput:
     """The input with 4 bytes for each token id, and with its text only if that is logged."""
-    types = source.token_type_ids
-    return TokenInput(
-        array("i", source.token_ids),
-        source.text if settings.log_prompts else None,
-        None if types is None else array("b", types),
-        source.bbox,
-    )
+    made = source.keeping(array("i", source.token_ids), _packed)
+    return made if settings.log_prompts else replace(made, text=None)
+
+
+def _packed(entries: Sequence[Any]) -> Sequence[Any]:
+    """Single numbers in 4 bytes each."""
+    return array("i", entries) if entries and isinstance(entries[0], int) else entries
 
 
 def expanded(source: TokenInput) -> TokenInput:
     """The input with lists, as it goes to the engine."""
-    types = source.token_type_ids
-    return TokenInput(list(source.token_ids), source.text, None if types is None else list(types), source.bbox)
+    return source.keeping(list(source.token_ids), list)
 
 
 def compact_input(service: Service, encoding: Encoding, text: Text) -> TokenInput:
@@ -237,11 +236,12 @@ def read_ids(
             length, alone_at = f"{len(found.ids)} tokens", None if alone else place
             raise too_long(param, None, alone_at, length, info.max_model_len, advice)
         try:
-            kept = boxes_of(boxes[place] if boxes else None, len(ids), info, truncate, side)
+            own = boxes[place] if boxes else None
+            kept = sides_of({} if own is None else {"boxes": own}, len(ids), info, truncate, side)
         except InvalidRequestError as problem:
             where = "" if alone else f"{param}[{place}]: "
             raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
-        inputs[place] = compact(replace(token_input(found, info), bbox=kept), service.settings)
+        inputs[place] = compact(TokenInput.of(found.ids, None, kept), service.settings)
     return inputs
 
 
@@ -253,7 +253,7 @@ def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) 
     """
     if boxes is None:
         return
-    if not service.client.info.boxes:
+    if "boxes" not in service.client.info.sides:
         message = f"{service.model_id} does not read boxes. Remove bbox."
         raise ApiError(400, message, param="bbox", code="unsupported_parameter")
     if len(boxes) != len(given):
@@ -362,7 +362,7 @@ class _Reader:
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:
-        """As much of a text as decides what its tokens are; the whole may take minutes."""
+        """A part of a text that is long enough to decide what its first tokens are; the whole may take minutes."""
         wanted = self._truncate or self._longest
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
         left = self._truncate is not None and self._tokenizer.truncation_side == "left"

@@ -1,4 +1,4 @@
-"""Which endpoints the served model can serve, and what the others are refused with."""
+"""The endpoints that the served model supports, and the refusals of the others."""
 
 from __future__ import annotations
 
@@ -176,13 +176,13 @@ def require(service: Service, endpoint: str) -> None:
 
 
 def _reads(info: EngineInfo) -> str:
-    """What a model reads."""
+    """The inputs that a model reads."""
     kinds = ["texts"] if info.vocab_size else []
     return " and ".join(kinds if info.signal is None else [*kinds, "images"])
 
 
 def _kind(info: EngineInfo) -> str:
-    """What the model is, as the beginning of a reason."""
+    """The kind of the model, as the beginning of a reason."""
     for task, words in _HEADS.items():
         if task in info.tasks:
             return words if info.vocab_size else f"its head tells classes of {_reads(info)} apart"

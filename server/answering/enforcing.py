@@ -1,5 +1,4 @@
-"""What a request asks of its answer, as a grammar that the engine holds it to: calls that must be, and a form that
-reasoning and calls stand outside of."""
+"""Grammars for a request's demands on its answer: required calls, and a form around which reasoning and calls stand."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from server.errors import ApiError
 
 
 async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
-    """What is asked of the engine, so that the answer holds the calls that it must, strict functions get arguments of
-    their schemas, and a form that is asked for is that of the text alone.
+    """The constraints for the engine: the answer holds the required calls, strict functions get arguments of their
+    schemas, and a requested form applies to the text alone.
 
     Args:
         shape: what the request asks besides.

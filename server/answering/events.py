@@ -36,7 +36,7 @@ class Events(ABC, Generic[Piece]):
         self.maker = maker
 
     def opening(self) -> str:
-        """What is sent once the engine has accepted the request; may be nothing."""
+        """The events that are sent once the engine has accepted the request; may be empty."""
         return ""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Chunks(Events[Piece]):
         return "".join(written)
 
     def _usage(self) -> Extra:
-        """What each event says of the tokens so far."""
+        """The usage so far, for each event."""
         return {"usage": self.maker.usage() if self._continuous else None} if self._with_usage else {}
 
     def closing(self) -> str:

@@ -23,7 +23,7 @@ class FairSlots:
 
     @property
     def num_inside(self) -> int:
-        """Those that hold a slot or wait for one."""
+        """The number of those that hold a slot or wait for one."""
         return self._held.total() + sum(len(line) for line in self._waiting.values())
 
     def of(self, tenant: str | None) -> Turn:

@@ -1,4 +1,4 @@
-"""How families of models write calls of functions, and their reasoning: data files, and which of them a model needs.
+"""The formats in which model families write calls and reasoning: data files, and the choice of one for a model.
 
 A file in `call_formats` says by which texts of a chat template the format is known (`all` of these, `none` of those),
 in which regions of an answer calls stand, how they are read there, and how an answer that must hold one writes it. A
@@ -64,7 +64,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """How one model's answers are read. Both None: as they are.
+    """The formats for reading one model's answers. Both None: answers are plain text.
 
     Attributes:
         prompted: its templates know no tools: a system message tells the model of them, and how it is to call them.
@@ -119,7 +119,7 @@ def _find(folder: str, wanted: str, template: str) -> _File | None:
 def choose_formats(
     templates: str, calls: str = AUTO, reasoning: str = AUTO, response_template: Mapping[str, Any] | None = None
 ) -> Formats:
-    """How the answers of a model are read.
+    """Choose the formats for reading a model's answers.
 
     Args:
         templates: its chat templates, all together; "" where it has none.
@@ -159,7 +159,7 @@ def prompted(formats: Formats) -> Formats:
 
 
 def _own_formats(template: Mapping[str, Any]) -> Formats:
-    """What a checkpoint says itself. Reasoning between patterns is left to the files."""
+    """The formats that a checkpoint states itself. Reasoning between patterns is left to the files."""
     fields = template.get("fields")
     fields = fields if isinstance(fields, Mapping) else {}
     calls, reasoning = fields.get("tool_calls"), None

@@ -147,7 +147,7 @@ class Generation:
             await self._wait()
 
     async def news(self) -> list[Update]:
-        """What is new since the last call; waits until there is something, or for `nudge`."""
+        """The news since the last call; waits until there are any, or for `nudge`."""
         if not self._has_news:
             await self._wait()
         return self._take()

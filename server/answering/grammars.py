@@ -1,4 +1,4 @@
-"""What answers must look like, tried before the engine is asked: within limits of time and memory.
+"""Trial compilation of formats of answers before the engine gets them, within limits of time and memory.
 
 A schema of a few lines can take seconds to compile, and what compiles it cannot be stopped. So a worker does it first,
 a process that is killed when its time is up; what passes there is compiled again in the engine's process.

@@ -124,7 +124,7 @@ class MatrixRun(PoolingRun):
         return any(isinstance(item, str) and not isinstance(item, Image) for item in self.given)
 
     def side(self) -> SideReading:
-        """How texts are read: as queries or documents, where the prompt of that name is asked for."""
+        """The way of reading texts: as queries or as documents, if the prompt of that name is requested."""
         if self.params.task != "token_embed":
             return PLAIN
         return read_side(self.service.client.info, self.service.tokenizer, self.body.prompt_name)

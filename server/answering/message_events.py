@@ -54,7 +54,7 @@ def in_anthropics_words(max_model_len: int) -> Iterator[None]:
 
 
 def ending(blocks: Blocks, *, lowered: bool) -> Message:
-    """Why the answer ended.
+    """The reason why the answer ended.
 
     Args:
         lowered: it was given less room than was asked for, since there is no more.

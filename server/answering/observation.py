@@ -36,7 +36,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """What a request cost.
+    """The cost of a request.
 
     Attributes:
         finish_reasons: why each answer ended; None while it has not.
@@ -100,7 +100,7 @@ class RequestRecord:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """What is raised here ends the request before its work has begun."""
+        """Errors raised in this block end the request before its work has begun."""
         try:
             yield
         except Exception as problem:
@@ -157,7 +157,7 @@ class RequestRecord:
                 self.listener.tell(self, outcome, facts)
 
     def usage(self) -> RequestUsage:
-        """What was read, found and written, over all prompts."""
+        """The tokens read, found in the cache and written, over all prompts."""
         first = _known([times.first_token for times in self._times])
         return RequestUsage(
             prompt_tokens=sum(times.num_prompt for times in self._times),
@@ -197,7 +197,7 @@ class RequestRecord:
         return facts
 
     def _seconds(self, tokens: int) -> dict[str, float]:
-        """How long the request and each of its complete phases took, and how many tokens that is in a second."""
+        """The duration of the request and of each complete phase, and the tokens per second."""
         total = time.monotonic() - self.arrival
         phases = self.phases().items()
         seconds = {f"{name}_seconds": end - start for name, (start, end) in phases if end is not None}

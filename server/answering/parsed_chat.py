@@ -106,7 +106,7 @@ class ParsedChatPieces(ChatPieces):
 
 
 def _deltas(parts: Sequence[Part]) -> list[ChatDelta]:
-    """What parts are in a stream; calls that follow each other are told together."""
+    """The deltas of parts in a stream; successive calls share a delta."""
     deltas: list[ChatDelta] = []
     for part in parts:
         if isinstance(part, Text):

@@ -31,7 +31,7 @@ _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsing:
-    """How the answers to one request are read.
+    """The settings for reading the answers to one request.
 
     Attributes:
         formats: those of the model, as far as they are used.
@@ -112,7 +112,7 @@ class AnswerReader:
         return frozenset(token for token, text in self.special.items() if text in marks or re.escape(text) in marks)
 
     def parsing(self, tools: Tools | None, prompt: str, final: str | None = None) -> Parsing | None:
-        """How answers to a prompt are read; None where they are text as they are.
+        """The settings for reading answers to a prompt; None if answers are plain text.
 
         Args:
             tools: the functions that they may call.

@@ -1,4 +1,4 @@
-"""What an answer is made of: text, reasoning, calls of functions."""
+"""The parts of an answer: text, reasoning, calls of functions."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown, and with
-    `tokens_as_ids` tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or
-    with each event of a stream, too."""
+    """The requested form of the choices. With `prompt_only` nothing of the answer is shown, and with `tokens_as_ids`
+    tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or with each
+    event of a stream, too."""
 
     params: SamplingParams
     n: int
@@ -103,7 +103,7 @@ class PieceMaker(ABC, Generic[Piece]):
             yield choice, index, first
 
     def beams(self, update: Update) -> LiveBeams | None:
-        """What the update says about beams, if anything."""
+        """The update's news of beams, if any."""
         if not update.beams:
             return None
         steps = [BeamStep(live=self._moves(step.live), ended=self._moves(step.ended)) for step in update.beams]
@@ -126,7 +126,7 @@ class PieceMaker(ABC, Generic[Piece]):
         )
 
     def prompt_fields(self, update: Update) -> dict[str, Any]:
-        """What a choice's first piece says about its prompt, if asked for."""
+        """The facts about the prompt in a choice's first piece, if the request asks for them."""
         fields: dict[str, Any] = {}
         if self.shape.return_token_ids:
             fields["prompt_token_ids"] = self.prompts[update.prompt_index].token_ids
@@ -170,7 +170,7 @@ def _nothing_of(choice: ChoiceText) -> ChoiceText:
 
 
 def keep_best(choices: Sequence[Choice], scores: Sequence[float], generated: int, n: int) -> list[Choice]:
-    """Of every `generated` choices, the n with the highest scores, best first, renumbered."""
+    """The n choices with the highest scores of every `generated` choices, best first, renumbered."""
     kept = []
     for start in range(0, len(choices), generated):
         ranked = sorted(range(start, start + generated), key=lambda index: -scores[index])[:n]

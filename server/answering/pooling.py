@@ -126,7 +126,7 @@ class PoolingRun(ABC):
 
     @property
     def usage(self) -> PoolingUsage:
-        """What was read."""
+        """The tokens that were read."""
         return PoolingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def respond(self, request: Request) -> Response:

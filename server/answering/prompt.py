@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def source(self) -> TokenInput | Seq2SeqInput:
-        """What the engine takes."""
+        """The input for the engine."""
         if self.decoder_ids:
             return Seq2SeqInput(self.token_ids, self.decoder_ids)
         return TokenInput(self.token_ids, self.text)
@@ -64,7 +64,7 @@ class TooLongError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How long a prompt may be, and the refusal of a longer one, in the engine's words.
+    """The limit on a prompt's length, and the refusal of a longer one, in the engine's words.
 
     Attributes:
         tokens: most tokens, the answer included where that goes on from the prompt.
@@ -109,7 +109,7 @@ def most_characters(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How prompts are cut that are longer than a client wants (`truncate_prompt_tokens`).
+    """The rule for cutting prompts that are longer than a client wants (`truncate_prompt_tokens`).
 
     Attributes:
         tokens: that stay.

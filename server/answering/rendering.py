@@ -44,7 +44,7 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """What a template is given besides the messages, and how the prompt is to end.
+    """The inputs of a template besides the messages, and the form of the prompt's end.
 
     Attributes:
         tools: {"type": "function", "function": {...}} each, or None.
@@ -69,7 +69,7 @@ class Rendering:
 
 
 def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
-    """What the body's fields say about it.
+    """Read the body's fields about rendering.
 
     Args:
         tools: those that the answer may call.

@@ -54,7 +54,7 @@ class ResponseTools:
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """As the chat path takes them."""
+        """The tools in the form of the chat path."""
         return list(self._chat.values())
 
     def name_of(self, function: str) -> Called:

@@ -114,7 +114,7 @@ def _refuse(body: ResponseRequest) -> None:
             fail(name, f"{name} is not supported. Remove it.", code="unsupported_parameter")
     for name, here in _ELSEWHERE.items():
         if name in unknown:
-            fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")
+            fail(name, f"{name} is not a field of /v1/responses: send {here}.", code="unsupported_parameter")
     refuse_unsupported(unknown)
     if body.truncation not in (None, "disabled", "auto"):
         fail("truncation", f"truncation must be disabled or auto, got {shown(body.truncation)}.")

@@ -1,5 +1,5 @@
-"""How well texts go together: pairs read by a cross-encoder, or what their vectors say, of a text, of its tokens, or
-sparse ones."""
+"""Scores of how well texts go together: pairs read by a cross-encoder, or the similarity of vectors: of texts, of
+tokens, or sparse ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ScoringRun(PoolingRun):
             def place_of(
                 encoding: Encoding, text: Text, reading: SideReading = reading, params: PoolingParams = params
             ) -> int:
-                """Which input the text is: equal ones are one."""
+                """The index of the text's input: equal texts share one."""
                 source, asked = reading.complete(compact_input(self.service, encoding, text), params, self.truncate)
                 source = compact(source, self.service.settings)
                 place = places.setdefault((array("i", source.token_ids).tobytes(), asked), len(places))
@@ -124,7 +124,7 @@ class ScoringRun(PoolingRun):
         return [comparer.score(answers[a], answers[b]) for a, b in self._vectors]
 
     def public_name(self, param: str | None) -> str | None:
-        """What the engine calls an input is one of the second texts, with or without the first before it."""
+        """A client's name for one of the engine's inputs: a second text, with or without the first before it."""
         return self.second.param if param == "input" else param
 
     async def _cut(self, side: Side) -> Side:

@@ -1,4 +1,4 @@
-"""What a request may say about the decoder of an encoder-decoder model: how its answer begins, and the languages."""
+"""A request's fields about the decoder of an encoder-decoder model: the beginning of its answer, and the languages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """How the answers of an encoder-decoder model begin.
+    """The beginning of an encoder-decoder model's answers.
 
     Attributes:
         prompt: the beginning, as text or token ids; None: the model begins itself.
@@ -66,8 +66,7 @@ class Decoder:
 
 
 def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
-    """What the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang` ask for; None for a decoder-only
-    model.
+    """Read the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang`; None for a decoder-only model.
 
     Raises:
         ApiError, InvalidRequestError: the model has no use for one of them, they contradict each other, or a token or a

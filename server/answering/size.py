@@ -1,4 +1,4 @@
-"""How much memory an answer may take while it is put together: log-probabilities, above all."""
+"""Estimates of the memory that an answer takes while it is put together: log-probabilities, above all."""
 
 from __future__ import annotations
 

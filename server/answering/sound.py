@@ -23,7 +23,7 @@ BUDGET_SHARE = 1 / 20  # ... so many for each second of sound
 
 @lru_cache(maxsize=8)
 def find_log_mel(model_path: str) -> LogMel | str:
-    """What prepares sound for a model, or why nothing does, in words for clients."""
+    """The object that prepares sound for a model, or the reason why none can, in words for clients."""
     try:
         return load_log_mel(Path(model_path))
     except ModelLoadError as problem:

@@ -47,7 +47,7 @@ class Terms:
     deadline: float | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """What is to be told to the engine."""
+        """The arguments for the engine."""
         return {
             "tenant": self.tenant,
             "cache_salt": self.cache_salt,

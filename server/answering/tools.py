@@ -66,7 +66,7 @@ class Tools:
 
     @property
     def callable(self) -> tuple[Function, ...]:
-        """Those that the answer may call."""
+        """The functions that the answer may call."""
         only = self.allowed if self.named is None else (self.named,)
         return tuple(item for item in self.functions if only is None or item.name in only)
 

@@ -56,7 +56,7 @@ AT_ONCE = 32  # windows of one request that the engine has at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What became of a window.
+    """The result for a window.
 
     Attributes:
         seconds: at which it ends in the whole sound.
@@ -195,7 +195,7 @@ class TranscriptionRun:
     # ---------------------------------------------------------------- windows
 
     async def _heard(self, ticket: Place) -> AsyncGenerator[Heard, None]:
-        """What is said in each window, in their order, `AT_ONCE` of them at a time."""
+        """The transcript of each window, in order, `AT_ONCE` windows at a time."""
         room = asyncio.Semaphore(AT_ONCE)
         found: asyncio.Queue[asyncio.Task[Heard] | None] = asyncio.Queue()
         self._detected = asyncio.get_running_loop().create_future()
@@ -238,7 +238,7 @@ class TranscriptionRun:
         return task
 
     async def _hear(self, window: Window) -> Heard:
-        """What is said in a window: of the answers at rising temperatures the first that is good enough."""
+        """The transcript of a window: the first of its answers at rising temperatures that is good enough."""
         features = await asyncio.to_thread(self.log_mel.features, window.samples)
         language = await self._language(features, first=window.start == 0)
         silence = self._task(self._ask(features, self.asking.silence(), counted=False))
@@ -259,7 +259,7 @@ class TranscriptionRun:
         return self._placed(window, answer, no_speech, words)
 
     async def _language(self, features: Any, *, first: bool) -> str | None:
-        """What is spoken; the first window tells, unless the request does."""
+        """The spoken language: the request's, else that of the first window."""
         if not self.asking.detects:
             return self.language
         assert self._detected is not None
@@ -334,7 +334,7 @@ class TranscriptionRun:
     # ---------------------------------------------------------------- questions
 
     async def _place(self, features: Any, placing: Placing) -> list[float]:
-        """Where tokens are said, by positions of the encoder."""
+        """The positions of the encoder at which tokens are said."""
         self._count += 1
         request_id, source = f"{self.request_id}-{self._count}", AudioInput(features, placing.tokens)
         work = self.service.client.generate(request_id, source, placing.params, **self.terms.keywords())

@@ -35,7 +35,7 @@ class AnswerRequest(NumbersBody):
     align_to_words: bool | None = Field(None, description="Extend answers to whole words (true).")
 
     def terms(self) -> AnswerTerms:
-        """What is asked for."""
+        """The request's terms, for the engine."""
         given = {name: getattr(self, name) for name in AnswerTerms.__dataclass_fields__}
         return AnswerTerms(**{name: value for name, value in given.items() if value is not None})
 

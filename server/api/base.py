@@ -1,4 +1,4 @@
-"""What the HTTP bodies have in common."""
+"""The common base of all HTTP bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_FIELDS = 1024  # of a body, unknown ones included
 
 
 class Body(BaseModel):
-    """What all bodies share."""
+    """The common base of all bodies."""
 
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())

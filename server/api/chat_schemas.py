@@ -142,8 +142,8 @@ class ChatCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the assistant says, or the functions that it calls; content is null where there is none besides. What it
-    thought before has two names, which say the same."""
+    """The assistant's message, or the functions that it calls; content is null if there is only a call. The
+    reasoning before the message has two names with the same value."""
 
     role: str
     content: str | None
@@ -168,7 +168,7 @@ class ChatChoice(BaseModel):
 
 
 class PromptFields(BaseModel):
-    """What is told of the prompt, where it is asked for."""
+    """Facts about the prompt, if the request asks for them."""
 
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
     prompt_token_ids: list[int] | None = None
@@ -190,14 +190,14 @@ class ChatCompletionResponse(BaseModel):
 
 
 class FunctionDelta(BaseModel):
-    """What is new of a called function: its name at first, then more of the arguments."""
+    """News of a called function: its name at first, then more of the arguments."""
 
     name: str | None = None
     arguments: str
 
 
 class CallDelta(BaseModel):
-    """What is new of the call with this index; its id, type and function's name come first."""
+    """News of the call with this index; its id, type and function's name come first."""
 
     index: int
     id: str | None = None
@@ -206,7 +206,7 @@ class CallDelta(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What is new in a message: its role at first, then text, reasoning or calls."""
+    """News of a message: its role at first, then text, reasoning or calls."""
 
     role: str | None = None
     content: str | None = None

@@ -90,7 +90,7 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     aggregation_strategy: Aggregation | None = Field(None, description="Name of aggregation in transformers.")
 
     def aggregates(self) -> Aggregation | None:
-        """What the two names say.
+        """The aggregation, which has two names.
 
         Raises:
             ApiError: they contradict each other.

@@ -17,7 +17,7 @@ EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 
 
 class MatrixBody(TemplateFields, BoxedBody):
-    """What the bodies share whose answers are vectors or matrices of numbers."""
+    """The common fields of bodies whose answers are vectors or matrices of numbers."""
 
     input: Inputs | None = Field(
         None,
@@ -64,7 +64,7 @@ class MatrixBody(TemplateFields, BoxedBody):
     )
 
     def normalizes(self) -> bool | None:
-        """What the two names of it say.
+        """The normalization switch, which has two names.
 
         Raises:
             ApiError: they contradict each other.

@@ -33,7 +33,7 @@ class EntitiesRequest(NumbersBody):
     )
 
     def terms(self) -> EntityTerms:
-        """What is asked for."""
+        """The request's terms, for the engine."""
         names = ("threshold", "flat_ner", "multi_label", "stride")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return EntityTerms(labels=tuple(self.labels), **given)

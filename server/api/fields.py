@@ -160,7 +160,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def unknown_fields(names: Iterable[str]) -> list[str]:
-    """Those that might have been meant to change the answer."""
+    """The unknown fields that might have been meant to change the answer."""
     return [name for name in names if name not in HARMLESS and name not in UNSUPPORTED]
 
 
@@ -212,7 +212,7 @@ def _paired(pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """As in text-generation-webui the list may come as text, with or without its brackets."""
+    """A list that may come as text, with or without its brackets, as in text-generation-webui."""
     if isinstance(value, str):
         text = value.strip()
         try:

@@ -32,7 +32,7 @@ class FilledMask(BaseModel):
 
 
 class FilledMasks(BaseModel):
-    """For each mask of one input, in order: the most probable tokens, best first."""
+    """The most probable tokens for each mask of one input, best first; masks in their order."""
 
     index: int
     masks: list[list[FilledMask]]

@@ -94,8 +94,8 @@ _SMALL = at_most(_MAX_MEMBERS, "fields")
 
 
 class _Conversation(BaseModel):
-    """What a prompt is made of. The values are checked by `server.answering.message_input`, whose errors say which
-    block is at fault."""
+    """The fields that make a prompt. `server.answering.message_input` checks their values, so that errors name the
+    block at fault."""
 
     model: str | None = Field(None, description="Id of the served model. Optional.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES)] = Field(
@@ -221,7 +221,7 @@ class MessageModelList(BaseModel):
 
 
 class MessageErrorDetail(BaseModel):
-    """What went wrong."""
+    """The error: its type and a message."""
 
     type: str
     message: str

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about the front door: the API key, and the answers of the limits."""
+"""The front door's part of the OpenAPI document: the API key, and the answers of the limits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _NOT_WITH_BEAMS = {column.name: column.nothing for column in FILTERS}
 
 
 def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> Shape:
-    """What the body asks of the engine, and of the answer.
+    """The body's request to the engine, and the form of the answer.
 
     Raises:
         ApiError, InvalidRequestError: fields that contradict each other, are out of range or not supported.

@@ -1,4 +1,4 @@
-"""What the HTTP bodies of all endpoints share that answer with numbers."""
+"""The common fields of bodies whose answers are numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MESSAGES = "messages is not supported here; send input, as text that is ready f
 
 
 class NumbersBody(ServedBody):
-    """What the bodies of all these endpoints share. Null means the default."""
+    """The common fields of all these endpoints. Null means the default."""
 
     model: str | None = Field(None, description="Id of the served model. Optional.")
 
@@ -34,7 +34,7 @@ class NumbersBody(ServedBody):
 
 
 class PoolingBody(NumbersBody):
-    """What those share that may cut their inputs."""
+    """The common fields of endpoints that may truncate their inputs."""
 
     truncate_prompt_tokens: int | None = Field(
         None,
@@ -69,7 +69,7 @@ _BOXES_SCHEMA = {"type": "array", "minItems": 1, "items": _BOX_SCHEMA}
 
 
 class BoxedBody(PoolingBody):
-    """What those share whose inputs may be tokens that stand on a page."""
+    """The common fields of endpoints whose inputs may be tokens with places on a page."""
 
     bbox: (
         Annotated[
@@ -87,7 +87,7 @@ class BoxedBody(PoolingBody):
 
 
 class ActivatedBody(PoolingBody):
-    """What the bodies of endpoints share that may ask for a head's own numbers."""
+    """The common fields of endpoints that can return a head's raw numbers."""
 
     use_activation: bool | None = Field(
         None,
@@ -97,7 +97,7 @@ class ActivatedBody(PoolingBody):
     activation: bool | None = Field(None, description="Older name of use_activation.")
 
     def activates(self) -> bool | None:
-        """What the two names say.
+        """The activation switch, which has two names.
 
         Raises:
             ApiError: they contradict each other.

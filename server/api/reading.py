@@ -61,7 +61,7 @@ class StrictJsonRoute(APIRoute):
         return strict
 
     def body_model(self) -> type[BaseModel]:
-        """What its bodies are validated as."""
+        """The class that validates the route's bodies."""
         assert self.body_field is not None
         model = self.body_field.field_info.annotation
         assert isinstance(model, type)

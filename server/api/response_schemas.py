@@ -317,14 +317,14 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseProblem(TypedDict):
-    """Why the response failed."""
+    """The reason why the response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why the answer is incomplete."""
+    """The reason why the answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 

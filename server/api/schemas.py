@@ -74,7 +74,7 @@ DecoderPrompt = Annotated[
 
 
 class ServedBody(Body):
-    """What the bodies of all requests share that the engine serves: its terms."""
+    """The common fields of all requests that the engine serves: its terms."""
 
     cache_salt: str | None = Field(
         None,
@@ -113,7 +113,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(_SamplingBody, StructuredBody):
-    """What the bodies of all endpoints that generate text share. Null means the default."""
+    """The common fields of all endpoints that generate text. Null means the default."""
 
     model: str | None = Field(None, description="Id of the served model. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")

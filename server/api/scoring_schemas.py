@@ -43,7 +43,7 @@ Documents = Annotated[
 
 
 class ScoringBody(ActivatedBody):
-    """What both bodies share."""
+    """The common fields of both bodies."""
 
     max_tokens_per_query: int | None = Field(
         None, ge=0, description="Cut the query to this many tokens, not counting special tokens; 0 means no limit (0)."

@@ -26,7 +26,7 @@ _LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_sp
 
 
 class SpeechForm(ServedBody):
-    """What both endpoints take besides the file. A form's fields are texts: "0.5" is a number here."""
+    """The fields of both endpoints besides the file. A form's fields are texts: "0.5" is a number here."""
 
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
@@ -75,7 +75,7 @@ class SpeechForm(ServedBody):
             raise ApiError(400, message, param="response_format", code="unsupported_parameter")
 
     def granularities(self) -> tuple[Granularity, ...]:
-        """What gets times in verbose_json."""
+        """The parts that get times in verbose_json."""
         return ("segment",)
 
     def ignored_fields(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""How much structure a JSON body may have, known before anything is built of it.
+"""Limits on the structure of a JSON body, checked before anything is built of it.
 
 Text costs a process about as much memory as it has bytes, structure up to 50 times as much: `{},` is three bytes and a
 dictionary of 64. So what stands outside of strings is counted first, by numpy, which needs neither an object for
@@ -27,7 +27,7 @@ _BLOCK = 1 << 20  # bytes at a time: the arrays that a block needs stay small
 
 @dataclass(slots=True)
 class Structure:
-    """What a JSON text holds, counted without regard to whether it is valid.
+    """The structure of a JSON text, counted without regard to whether it is valid.
 
     Attributes:
         containers: arrays and objects.

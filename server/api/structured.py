@@ -71,7 +71,7 @@ class StructuredOutputs(Body):
     disable_fallback: bool | None = Field(None, description="Has no effect, because there is only one backend.")
 
     def given(self) -> dict[str, Any]:
-        """What is asked for, by the engine's names. Schemas may be large, so that nothing is copied."""
+        """The requested formats by the engine's names. Schemas may be large, so nothing is copied."""
         fields = type(self).model_fields.items()
         values = {field.alias or name: getattr(self, name) for name, field in fields if name not in _SAY_NOTHING}
         return {name: value for name, value in values.items() if value is not None}
@@ -94,7 +94,7 @@ class StructuredBody(Body):
     )
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What the answer must look like, as the engine is told.
+        """The format of the answer, for the engine.
 
         Raises:
             ApiError, InvalidRequestError: fields contradict each other, or one says what cannot be.

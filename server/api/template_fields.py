@@ -1,4 +1,4 @@
-"""What a chat template is given besides the messages, as fields of a body: tools, documents, variables."""
+"""The fields of a body that go to the chat template besides the messages: tools, documents, variables."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from server.api.scoring_schemas import Documents, RerankRequest, Texts
 
 
 class CutBody(NumbersBody):
-    """What all these bodies share. Null means the default."""
+    """The common fields of all these bodies. Null means the default."""
 
     truncate: bool | None = Field(None, description="Cut texts to what the model takes (false).")
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
@@ -74,7 +74,7 @@ class SimilarityInput(BaseModel):
 
 
 class SimilarityParameters(BaseModel):
-    """How they are read."""
+    """The rules for reading the texts."""
 
     truncate: bool | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None

@@ -9,8 +9,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
     "device and formats": (
-        "device", "dtype", "quantization", "quantization_cache", "threads", "distributed_executor_backend",
-        "enforce_eager", "flash_prefill", "seed",
+        "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
+        "distributed_executor_backend", "enforce_eager", "flash_prefill", "seed",
     ),
     "batching": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "KV cache": (

@@ -82,12 +82,11 @@ class ServerSettings(BaseModel):
         max_header_size: largest request head, in bytes or as "64KiB".
         max_num_queued_reqs: requests (prompts) that may wait beyond max_num_seqs; further ones get 503. Embedding,
             classification and fill-mask requests are counted separately, each as one.
-        max_num_queued_tokens: prompt tokens that may wait for their first answer token; further requests get 503
-            (default: 4 times the size of the KV cache; without one, 512 inputs of full length). Embedding and
-            classification inputs are counted separately.
-        max_queue_time: most seconds that a prompt may be expected to wait for its first token. The estimate uses the
-            recent speed; requests that would wait longer get 503. 0: only the two limits above count (default: half the
-            time to first token of an idle server).
+        max_num_queued_tokens: prompt tokens that may wait for their first answer token; further requests get 503.
+            Embedding and classification inputs are counted separately (default: 4 times the size of the KV cache;
+            without one, 512 inputs of full length).
+        max_queue_time: longest expected wait for the first token, in seconds, while the server is full. A request that
+            would wait longer gets 503. 0: no such limit (default: half the time to first token of an idle server).
         prefix_cache_scope: who shares cached prompts if API keys are set: key shares them among requests with the same
             key, global among all.
         tool_call_parser: format of tool calls in the model's output: a name from the documentation, none, or auto to
@@ -321,7 +320,7 @@ class ServerSettings(BaseModel):
 
 
 class SettingsBase(ServerSettings, BaseSettings):
-    """What `Settings` adds to the service's settings and the engine's: where the values come from."""
+    """The sources of values, which `Settings` adds to the service's settings and the engine's."""
 
     model_config = SettingsConfigDict(
         env_prefix="OCTAVO_", env_ignore_empty=True, env_parse_none_str="null", cli_parse_none_str="null",

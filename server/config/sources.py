@@ -1,4 +1,4 @@
-"""Where settings come from besides flags: variables and a YAML file."""
+"""Sources of settings besides flags: variables and a YAML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of settings: what they are for, what they take, and which one was meant."""
+"""Texts about settings: their purpose, their values, and the nearest name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a setting takes, as in "port must be ..."."""
+    """The values that a setting takes, as in "port must be ..."."""
     if get_origin(field.annotation) is tuple:
         return "a text or a list of texts"
     if names := choices(field):

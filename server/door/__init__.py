@@ -1,1 +1,1 @@
-"""What a request passes before its route: sockets, HTTP, its id, the drain, the key, the limits."""
+"""The stages of a request before its route: sockets, HTTP, its id, the drain, the key, the limits."""

@@ -1,4 +1,4 @@
-"""What uvicorn's connections lack: bounded write buffers, and an end for clients that take nothing.
+"""Additions to uvicorn's connections: bounded write buffers, and an end for clients that read nothing.
 
 A connection whose client does not read fills the kernel's buffer, then the transport's, then `send`
 waits. Both buffers are kept small here, so that waiting begins early and costs little memory; and

@@ -1,4 +1,4 @@
-"""What gateways and clients say of a request beside its id, for its lines in the log: X-Session-ID and X-Gateway-*."""
+"""Headers of gateways and clients for the log of a request: X-Session-ID and X-Gateway-*."""
 
 from __future__ import annotations
 

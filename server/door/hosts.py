@@ -1,4 +1,4 @@
-"""Which web pages may use the service: the names that it answers to (Host), and the sites that may ask (Origin).
+"""Web pages that may use the service: the names that it answers to (Host), and the sites that may ask (Origin).
 
 A browser lets a page send requests anywhere. A page of another site is told by its Origin. One whose name has been
 pointed at this machine after it was loaded (DNS rebinding) counts as of the same site, and is told by its Host alone.

@@ -1,4 +1,4 @@
-"""What API keys have running, and their requests a minute, counted in this process."""
+"""Counts of API keys in this process: their running requests, and their requests per minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.door.rates import RequestRates, Window
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Where a key stands with one more request.
+    """A key's counts with one more request.
 
     Attributes:
         running: its requests that run without this one.

@@ -1,4 +1,4 @@
-"""What a key may ask of the model: requests a minute, and requests at the same time."""
+"""Limits of a key: requests per minute, and concurrent requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class KeyLimitsMiddleware:
 
 
 def _headers(window: Window) -> dict[str, str]:
-    """As OpenAI names them."""
+    """The limits in headers, with OpenAI's names."""
     return {
         "x-ratelimit-limit-requests": str(window.limit),
         "x-ratelimit-remaining-requests": str(window.remaining),

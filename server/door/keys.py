@@ -20,7 +20,7 @@ _TENANT = 16  # hexadecimal digits
 
 
 class Role(StrEnum):
-    """What a key opens; `server.door.auth` says which paths."""
+    """The paths that a key opens; `server.door.auth` lists them."""
 
     INFERENCE = "inference"
     METRICS = "metrics"
@@ -52,7 +52,7 @@ class ApiKey:
 
     @property
     def tenant(self) -> str:
-        """What stands for the key elsewhere: part of its digest."""
+        """The name that stands for the key elsewhere: part of its digest."""
         return self.digest.hex()[:_TENANT]
 
 
@@ -78,7 +78,7 @@ class KeyRing:
         return len(self._keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """From now on these count, and no others."""
+        """Let these keys count from now on, and no others."""
         self._keys = tuple(keys)
 
     def find(self, given: bytes) -> ApiKey | None:

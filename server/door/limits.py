@@ -1,4 +1,4 @@
-"""How much a client may send, and how slowly.
+"""Limits on the size and the slowness of requests.
 
 FastAPI's own `max_body_size` counts bytes too, but knows no deadline, and what it answers names neither the
 setting nor the value.
@@ -62,7 +62,7 @@ class BodyLimitMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How long a body may be.
+    """The limit on a body's length.
 
     Attributes:
         size: bytes.

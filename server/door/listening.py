@@ -1,4 +1,4 @@
-"""Where the service listens: a TCP port or a Unix socket, with or without TLS."""
+"""The sockets of the service: a TCP port or a Unix socket, with or without TLS."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Listener:
 
 
 def usable_files() -> int:
-    """How many file descriptors this process may give itself, `_ENOUGH_FILES` at most; each connection takes one."""
+    """The number of file descriptors that this process can have, `_ENOUGH_FILES` at most; each connection takes one."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     given, possible = (_ENOUGH_FILES if value == resource.RLIM_INFINITY else value for value in (limit, most))
     return max(given, min(possible, _ENOUGH_FILES))
@@ -113,7 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket, *, tls: bool = False) -> str:
-    """Where a client on this machine reaches a TCP socket."""
+    """The URL at which a client on this machine reaches a TCP socket."""
     host, port = listener.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 

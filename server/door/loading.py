@@ -23,7 +23,7 @@ _MOST_BODY = 1 << 20  # bytes of a request that are read before its connection i
 
 @contextlib.contextmanager
 def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[None]:
-    """Within the block, connections to a bound socket are answered by a thread; the socket stays open after it.
+    """Answer connections to a bound socket by a thread within the block; the socket stays open after it.
 
     Args:
         settings: with the certificate, if there is one.

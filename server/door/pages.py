@@ -1,4 +1,4 @@
-"""What keeps a page of this server to itself: nothing is loaded from elsewhere, and no other site may frame it."""
+"""Headers that isolate a page of this server: it loads nothing from elsewhere, and no other site may frame it."""
 
 from __future__ import annotations
 

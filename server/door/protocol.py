@@ -355,12 +355,12 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
 
 def _app(error: ApiError) -> ASGI3Application:
-    """What answers a request with an error."""
+    """The app that answers a request with an error."""
     return cast("ASGI3Application", RequestIdMiddleware(error.response()))
 
 
 def _answer(problem: httptools.HttpParserError) -> ApiError:
-    """What the client hears of a parser's error; the reason for one in a callback is its context."""
+    """The client's answer to a parser's error; the reason for one in a callback is its context."""
     reason = problem.__context__ if isinstance(problem, httptools.HttpParserCallbackError) else problem
     if isinstance(reason, _RefusedError):
         return reason.answer

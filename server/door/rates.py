@@ -23,7 +23,7 @@ _CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a key stands in its minute, after a request.
+    """A key's count in its minute, after a request.
 
     Attributes:
         allowed: the request is one of those that it may make.

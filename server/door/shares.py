@@ -1,4 +1,4 @@
-"""How many connections each of several processes has on one socket, in memory that all of them see."""
+"""The number of connections that each of several processes has on one socket, in shared memory."""
 
 from __future__ import annotations
 

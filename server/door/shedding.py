@@ -1,4 +1,4 @@
-"""What would need memory is refused while there is too little."""
+"""Refusal of requests that would need memory while there is too little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections there may be, and which are closed for others, so that health is answered while all are taken.
+"""The limit on connections, and the choice of those to close, so that health is answered while all are in use.
 
 Each connection takes a slot. So many are ordinary; the few beyond them, the reserve, exist for what is always answered
 (health and metrics), because only a request that has been read tells what a connection is for. Where all ordinary slots
@@ -35,7 +35,7 @@ _SILENCE = 10.0  # seconds between two lines of the log about the same thing
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many slots there are.
+    """The numbers of slots.
 
     Attributes:
         ordinary: for any request.
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> Sizes:
-    """As many slots as there are file descriptors for, or as are wanted, if that is less.
+    """The number of slots: as many as there are file descriptors for, or as are wanted, if that is less.
 
     Args:
         wanted: ordinary ones (the setting max_connections).
@@ -161,7 +161,8 @@ class Slots:
         return slot
 
     def ask(self, slot: Slot, path: bytes | None) -> ApiError | None:
-        """Why a request may not be served in that slot, which becomes an ordinary one where one is free by now."""
+        """The reason why a request may not be served in that slot, which becomes an ordinary one if one is free by
+        now."""
         if slot.is_reserve and slot in self._reserve and self._has_room():
             del self._reserve[slot]
             slot.is_reserve = False
@@ -177,12 +178,12 @@ class Slots:
         return ApiError(503, message, code="overloaded", headers={"Retry-After": "1", "Connection": "close"})
 
     def rest(self, slot: Slot) -> None:
-        """That connection waits for its next request."""
+        """Note that the connection waits for its next request."""
         if slot in self._open and not slot.is_reserve:
             self.idle[slot] = None
 
     def close(self, slot: Slot) -> None:
-        """That connection has ended."""
+        """Note that the connection has ended."""
         self._open.discard(slot)
         self._reserve.pop(slot, None)
         self.idle.pop(slot, None)

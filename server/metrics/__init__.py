@@ -1,1 +1,1 @@
-"""What Prometheus reads."""
+"""The metrics for Prometheus."""

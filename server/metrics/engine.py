@@ -1,4 +1,4 @@
-"""What the engine's statistics say, as metrics: its counters, its gauges, and one observation per step."""
+"""The engine's statistics as metrics: its counters, its gauges, and one observation per step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EngineMetrics(Collector):
         return previous
 
     def collect(self) -> Iterator[Metric]:
-        """What is known now."""
+        """The present values."""
         client = self._client
         alive = client.is_alive
         yield GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.", value=float(alive))

@@ -1,4 +1,4 @@
-"""What Prometheus is shown of a service, whatever processes it has.
+"""The metrics page of a service, whatever processes it has.
 
 Names are vLLM's under Octavo's prefix, without labels where one number says it all: a service has one model, and
 octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`server.metrics.vllm`).

@@ -1,4 +1,4 @@
-"""How late the event loop gets to what is due: everything that blocks it shows here."""
+"""The delay of the event loop: everything that blocks it shows here."""
 
 from __future__ import annotations
 

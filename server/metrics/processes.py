@@ -25,7 +25,7 @@ class ProcessUse(Collector):
         self._processes = processes
 
     def collect(self) -> Iterator[Metric]:
-        """What is known now."""
+        """The present values."""
         seconds = CounterMetricFamily(
             "octavo_process_cpu_seconds", "Processor time, of all threads of a process.", labels=["process"]
         )

@@ -119,7 +119,7 @@ class RequestMetrics:
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
-        """Those that vLLM has, too."""
+        """The metrics that vLLM has, too."""
         return (
             self._first_token, self._inter_token, self._per_output_token, self._total, self._queue, self._prefill,
             self._decode, self._prompt_tokens, self._generation_tokens, self._finished,
@@ -188,11 +188,11 @@ class RequestMetrics:
     # ---------------------------------------------------------------- how requests end
 
     def finished(self, reason: str, count: int = 1) -> None:
-        """So many answers have ended for that reason."""
+        """Count answers that have ended for that reason."""
         self._by_reason[reason].inc(count)
 
     def aborted(self, reason: str, count: int = 1) -> None:
-        """So many requests were ended before their answers were complete."""
+        """Count requests that ended before their answers were complete."""
         self._aborted.labels(reason).inc(count)
 
     def rejected(self, reason: str) -> None:

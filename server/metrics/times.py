@@ -1,4 +1,4 @@
-"""What happened to one prompt, and when."""
+"""The times of one prompt's events."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class PromptTimes:
 
     @property
     def queue_seconds(self) -> float | None:
-        """From arrival to the first step; None if it never was in one."""
+        """Seconds from arrival to the first step; None if there was no step."""
         return None if self.scheduled is None else max(0.0, self.scheduled - self.arrival)
 
     @property
     def prefill_seconds(self) -> float | None:
-        """From the first step to the first token."""
+        """Seconds from the first step to the first token."""
         if self.scheduled is None or self.sampled is None:
             return None
         return max(0.0, self.sampled - self.scheduled)
 
     @property
     def decode_seconds(self) -> float | None:
-        """From the first token to the last one."""
+        """Seconds from the first token to the last one."""
         start = self.first_token if self.sampled is None else self.sampled
         if start is None or self.last_token is None:
             return None

@@ -16,8 +16,8 @@ const LEGEND = [
 const GAUGES = [
   ["in use", ({ pages }) => pages.held, "pages of running requests"],
   ["kept", ({ pages }) => pages.cached, "pages of finished requests; prompts with the same beginning reuse them"],
-  ["free", ({ pages }) => pages.free, "empty pages"],
-  ["a page", ({ pages }) => pages.tokens, "tokens per page"],
+  ["free", ({ pages }) => pages.free, "empty pages for new tokens"],
+  ["a page", ({ pages }) => pages.tokens, "tokens whose keys and values fit into one page"],
   ["steps", ({ steps }) => steps, "times that the model ran; each gives every answer its next token"],
 ];
 

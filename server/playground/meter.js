@@ -40,6 +40,6 @@ export class Meter {
     this.parts.rate.textContent = since > 0 && seconds > 0 ? `${(since / seconds).toFixed(since / seconds < 10 ? 1 : 0)} tokens/s` : "";
     this.parts.count.textContent = words(tokens, "token");
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    this.parts.cached.textContent = `prompt ${words(usage.prompt_tokens, "token")}${cached ? `, ${cached} of them read before` : ""}`;
+    this.parts.cached.textContent = `prompt ${words(usage.prompt_tokens, "token")}${cached ? `, ${cached} of them from the cache` : ""}`;
   }
 }

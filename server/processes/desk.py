@@ -1,5 +1,5 @@
-"""What counts for all fronts: one desk for each, over gates and keys' counts that they share. What a front held that is
-gone is given back."""
+"""The counts for all fronts: one desk for each, over shared gates and keys' counts. A desk gives back what a front
+held that is gone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from server.processes.messages import (
 
 
 class Counts:
-    """What all desks share.
+    """The state that all desks share.
 
     Args:
         make: the gates, given what is told why a request is refused.
@@ -75,7 +75,7 @@ class Desk:
         self._closed = False
 
     def answer(self, body: Body) -> Body | Awaitable[Body] | None:
-        """What answers a message of the front, if it is one about counts."""
+        """The answer to a message of the front, if it is one about counts."""
         match body:
             case LookAt(gate, tenant):
                 return self._counts.tried(lambda: self._counts.gate(gate).check(tenant))

@@ -64,12 +64,12 @@ class _Server(Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None are captured."""
+        """Capture no signals."""
         yield
 
 
 class Front:
-    """What the desk says, and what is done about it."""
+    """The desk's messages, and the front's reactions."""
 
     def __init__(self) -> None:
         self._begin: asyncio.Future[Begin] = asyncio.get_running_loop().create_future()

@@ -1,5 +1,5 @@
-"""What a process that answers HTTP (a front) and the one that counts for all (the desk) say to each other: MessagePack,
-typed, checked on arrival."""
+"""The messages between a process that answers HTTP (a front) and the one that counts for all (the desk):
+MessagePack, typed, checked on arrival."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class GiveUp(msgspec.Struct, tag=True):
 
 
 class Counted(msgspec.Struct, tag=True):
-    """What there is in a front now.
+    """The present counts of a front.
 
     Attributes:
         connections: of clients.
@@ -210,7 +210,7 @@ class CancelElsewhere(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """So be it."""
+    """The desk's consent."""
 
 
 class Refused(msgspec.Struct, tag=True):

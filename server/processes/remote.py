@@ -1,4 +1,4 @@
-"""What a front has in common with the others: it asks the desk."""
+"""The common state of the fronts, seen from one: it asks the desk."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RemotePlace:
             self._line.tell(Started(self.number, index))
 
     def progressed(self, index: int, tokens: int) -> None:
-        """So many of a prompt's tokens wait no longer."""
+        """Note that so many of a prompt's tokens wait no longer."""
         if not self._released:
             self._line.tell(Progressed(self.number, index, tokens))
 
@@ -195,7 +195,7 @@ class Steps:
 
 
 def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int) -> Commons:
-    """Those of a front.
+    """The commons of a front.
 
     Args:
         line: to the desk.
@@ -234,7 +234,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
 
 
 def follow_news(metrics: RequestMetrics, steps: Steps) -> Callable[[Sequence[RequestDelta], EngineStats], None]:
-    """What listens to the engine's news."""
+    """The object that listens to the engine's news."""
 
     def on_news(deltas: Sequence[RequestDelta], stats: EngineStats) -> None:
         steps.follow(stats)

@@ -1,4 +1,4 @@
-"""What Serve does otherwise than a server of our own, made good before the app."""
+"""Corrections for differences between Serve and a server of our own, made before the app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas have seen the beginning of a prompt, as a router remembers it.
+"""A router's memory of which replicas have seen the beginning of a prompt.
 
 A prompt is known by the bytes of the request's body from the first field on that holds one: neither parsed nor made
 into tokens, so that a look costs microseconds, whatever a client sends.
@@ -52,7 +52,8 @@ class Prefixes:
         return len(self._holders)
 
     def deepest(self, chain: Sequence[bytes], replicas: Collection[str]) -> tuple[int, set[str]]:
-        """How many pieces of the prompt some of these replicas have seen, and which have seen as many."""
+        """The largest number of the prompt's pieces that one of these replicas has seen, and the replicas that have
+        seen as many."""
         depth, found = 0, set[str]()
         for digest in chain:
             holders = self._holders.get(digest, set()).intersection(replicas)

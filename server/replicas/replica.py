@@ -1,4 +1,4 @@
-"""What a replica does besides answering: it loads, watches its engine, and says how it is."""
+"""The work of a replica besides answering: it loads, watches its engine, and reports its health."""
 
 from __future__ import annotations
 

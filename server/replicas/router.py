@@ -106,7 +106,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
 
 
 async def _beginning(request_id: str, headers: dict[bytes, bytes]) -> bytes:
-    """What of the body has come, which must not be taken away: up to `LONGEST` bytes, after `_WAIT` at most."""
+    """The part of the body that has come, which must stay: up to `LONGEST` bytes, after `_WAIT` at most."""
     queue = _queue(request_id)
     if queue is None:
         return b""

@@ -1,4 +1,4 @@
-"""How many replicas there should be. Serve pickles this module by value, and asks it in its controller."""
+"""The number of replicas to run. Serve pickles this module by value, and asks it in its controller."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: 
 
 
 def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> PoolingParams:
-    """What is asked of each input.
+    """The parameters of each input.
 
     Args:
         asked: the task; None: the model's first.

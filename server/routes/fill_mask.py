@@ -70,7 +70,7 @@ class _FillMaskRun(PoolingRun):
         return replace(Encoding.of_ids(source.token_ids), truncated=len(source.token_ids) == self.truncate)
 
     def _places(self) -> list[list[int]]:
-        """Where each input's masks are; of several inputs a refusal says which it is about."""
+        """The places of each input's masks; with several inputs, a refusal names the input."""
         tokenizer, places = need_tokenizer(self.service, "input"), []
         for index, source in enumerate(self.sources):
             try:

@@ -37,4 +37,4 @@ async def _events(live: LiveFeed) -> AsyncGenerator[str, None]:
 
 
 def _ignore(reason: str) -> None:
-    """Why a watcher has left is not logged."""
+    """Ignore why a watcher has left."""

@@ -57,7 +57,7 @@ def _message_model(service: Service) -> MessageModel:
 
 
 def _whole(answer: MessageModel | MessageModelList) -> Response:
-    """With its nulls, which Anthropic's clients look for."""
+    """The body with its nulls, which Anthropic's clients look for."""
     return Response(answer.model_dump_json(), media_type="application/json")
 
 

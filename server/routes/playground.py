@@ -88,7 +88,7 @@ def make_router(*, feed: bool, key: bool) -> APIRouter:
 
 
 def _told(*, feed: bool, key: bool) -> dict[bytes, bytes]:
-    """What the page says of a server that is not as the file has it."""
+    """The page with the facts of a server that differ from the file."""
     changed = {}
     if not feed:
         changed[b'data-feed="on"'] = b'data-feed="off"'

@@ -85,7 +85,9 @@ async def _read(
     history: list[Item] = []
     if body.previous_response_id is not None:
         if body.conversation is not None:
-            fail("conversation", "conversation cannot be sent with previous_response_id: each says what came before.")
+            fail(
+                "conversation", "conversation cannot be sent with previous_response_id: each sets the earlier messages."
+            )
         history = await _history(service, body.previous_response_id, tenant_of(request))
     elif body.conversation is not None:
         history = await _conversation(service, conversation_id(body.conversation), tenant_of(request))

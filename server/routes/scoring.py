@@ -55,7 +55,7 @@ async def create_score(
 async def create_either_rerank(
     body: Annotated[EitherRerankRequest, Body()], request: Request, service: ServiceDep
 ) -> Response:
-    """With documents the same as /v1/rerank, with texts text-embeddings-inference's endpoint of this path."""
+    """Serve /v1/rerank for documents, and text-embeddings-inference's endpoint of this path for texts."""
     if body.texts is None:
         known = body.model_dump(exclude_unset=True)
         if body.documents is None:

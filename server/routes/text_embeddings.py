@@ -172,7 +172,7 @@ class _PredictRun(PoolingRun):
 
 @router.post("/similarity", include_in_schema=False)
 async def similarity(body: Annotated[SimilarityRequest, Body()], request: Request, service: ServiceDep) -> Response:
-    """How similar each sentence is to the first one: a list of the scores of /v1/score."""
+    """Score how similar each sentence is to the first one: a list of the scores of /v1/score."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/score")
@@ -204,7 +204,7 @@ class _SimilarityRun(ScoringRun):
 
 @facts.get("/info", include_in_schema=False)
 async def info(service: ServiceDep) -> dict[str, Any]:
-    """What serves here."""
+    """Describe the served model."""
     require(service, "/pooling")
     found = service.client.info
     return {

@@ -80,7 +80,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> Decoder | None:
-    """What the languages ask of encoder and decoder.
+    """The fields of encoder and decoder for the languages.
 
     Raises:
         ApiError, InvalidRequestError: the model does not translate between these.
@@ -154,5 +154,5 @@ class _TranslationRun(CompletionRun):
 
 
 def _further(texts: Sequence[str]) -> list[str]:
-    """What differs from the first text and each other, in order: different tokens may be the same text."""
+    """The texts that differ from the first one and from each other, in order: different tokens may be the same text."""
     return [text for text in dict.fromkeys(texts) if text not in ("", texts[0])]

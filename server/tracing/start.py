@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def start_tracing(settings: ServerSettings, version: str) -> Tracing | None:
-    """What traces requests, or None where `otlp_traces_endpoint` is not set.
+    """The object that traces requests, or None if `otlp_traces_endpoint` is not set.
 
     Raises:
         ConfigError: the packages are not installed, or one of OpenTelemetry's own variables has no valid value.

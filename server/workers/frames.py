@@ -1,4 +1,4 @@
-"""What the service and its workers say to each other: MessagePack with its length before it."""
+"""The messages between the service and its workers: MessagePack with its length before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class Outcome(msgspec.Struct, array_like=True):
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         result: what the function returned, encoded; nothing if it failed.

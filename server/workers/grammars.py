@@ -1,4 +1,4 @@
-"""What an answer must look like, compiled once to see whether that can be done in time: the job of a worker."""
+"""The job of a worker that compiles the format of an answer once, to see whether that can be done in time."""
 
 from __future__ import annotations
 

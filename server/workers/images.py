@@ -18,7 +18,7 @@ def load_decoders() -> None:
 
 
 class Picture(msgspec.Struct, array_like=True):
-    """What is read.
+    """The input.
 
     Attributes:
         content: a data: URL, or base64.
@@ -33,7 +33,7 @@ class Picture(msgspec.Struct, array_like=True):
 
 
 class Pixels(msgspec.Struct, array_like=True):
-    """What came of it.
+    """The result.
 
     Attributes:
         shape: channels, height, width.

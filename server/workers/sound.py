@@ -12,7 +12,7 @@ from engine.audio.decoding import decode_part
 
 
 class SoundPart(msgspec.Struct, array_like=True):
-    """What is asked for.
+    """The input.
 
     Attributes:
         data: the file.
@@ -55,7 +55,7 @@ def decode(part: SoundPart) -> DecodedPart:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """What is written to stderr meanwhile is lost: libsndfile's decoder of MP3 writes lines for every broken frame."""
+    """Discard what is written to stderr meanwhile: libsndfile's decoder of MP3 writes lines for every broken frame."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

@@ -29,7 +29,7 @@ _probed: dict[tuple[str, Roles, bool], bool] = {}
 
 
 class Conversation(msgspec.Struct, array_like=True):
-    """What is rendered.
+    """The input.
 
     Attributes:
         template: a Jinja template.

@@ -9,7 +9,7 @@ import tokenizers
 
 
 class Text(msgspec.Struct, array_like=True):
-    """What is tokenised.
+    """The input.
 
     Attributes:
         tokenizer: the path of a tokenizer.json.

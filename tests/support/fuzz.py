@@ -30,6 +30,7 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.backends.attention.selection import select
 from engine.errors import UnsupportedModelError
 from engine.model import checkpoint, families
+from engine.model.inputs import Inputs
 from engine.model.transformer import Transformer
 from support import seq2seq_shapes, speech
 from support.checkpoints import random_prompt
@@ -308,7 +309,8 @@ def _compare(shape: Shape, folder: Path, found: Found) -> str:
         positions = torch.tensor([place for prompt in prompts for place in range(len(prompt))])
         metadata = AttentionMetadata.build(lengths, lengths, torch.device("cpu"))
         with torch.inference_mode():
-            ours = model.read(torch.tensor(ids), positions, metadata, tokens=len(ids))
+            inputs = Inputs(token_ids=torch.tensor(ids), positions=positions, metadata=metadata, tokens=len(ids))
+            ours = model(inputs)
         for mine, theirs in zip(ours.split(lengths), found.hidden, strict=True):
             close(mine, theirs)
         return "equal"

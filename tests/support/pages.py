@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.backends.torch.attention import TorchReference
 from engine.model import checkpoint, families, weights
+from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
@@ -97,25 +98,28 @@ class Pages:
         metadata = AttentionMetadata.build(self.cross_lens, self.cross_lens, self.device)
         with torch.inference_mode():
             hidden = self.model.encode(
-                torch.tensor(ids, device=self.device),
-                torch.tensor(positions, device=self.device),
-                self.caches,
-                torch.tensor(slots, device=self.device),
-                metadata,
-                signals=signals,
+                Inputs(
+                    token_ids=torch.tensor(ids, device=self.device),
+                    positions=torch.tensor(positions, device=self.device),
+                    metadata=metadata,
+                    tokens=len(slots),
+                    caches=self.caches,
+                    slots=torch.tensor(slots, device=self.device),
+                    signals=signals,
+                )
             )
         assert hidden.shape[0] == len(ids)
         return list(hidden[: len(slots)].split(self.cross_lens))
 
     def step(self, chunks: list[list[int]], padding: int = 0, slots_known: bool = True) -> list[Tensor]:
         """Hidden states of each row's next tokens; the model is told their slots, or works them out."""
-        ids, positions, slots, rotary_positions = [], [], [], []
+        ids, positions, slots, offsets = [], [], [], []
         for row, chunk in enumerate(chunks):
             for token in chunk:
                 position = self.lengths[row]
                 ids.append(token)
                 positions.append(position)
-                rotary_positions.append(position + self.shifts[row])
+                offsets.append(self.shifts[row])
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
@@ -125,16 +129,19 @@ class Pages:
             cross = CrossPages(self.cross_tables, AttentionMetadata.build(queries, self.cross_lens, self.device))
         with torch.inference_mode():
             hidden = self.model(
-                torch.tensor(ids + [0] * padding, dtype=torch.int32, device=self.device),
-                torch.tensor(positions + [0] * padding, dtype=torch.int32, device=self.device),
-                self.caches,
-                torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
-                metadata,
-                cross=cross,
-                form=self.form,
-                rotary_positions=torch.tensor(rotary_positions + [0] * padding, device=self.device)
-                if any(self.shifts)
-                else None,
+                Inputs(
+                    token_ids=torch.tensor(ids + [0] * padding, dtype=torch.int32, device=self.device),
+                    positions=torch.tensor(positions + [0] * padding, dtype=torch.int32, device=self.device),
+                    metadata=metadata,
+                    tokens=len(ids),
+                    caches=self.caches,
+                    slots=torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
+                    cross=cross,
+                    sides={"rotary_offsets": torch.tensor(offsets + [0] * padding, device=self.device)}
+                    if any(self.shifts)
+                    else {},
+                    form=self.form,
+                )
             )
         assert hidden.shape[0] == len(ids) + padding
         return list(hidden[: len(ids)].split(queries))

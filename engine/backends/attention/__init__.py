@@ -1,1 +1,1 @@
-"""How attention is computed: the interface in `base`, one module per backend in its room, chosen by `selection`."""
+"""The computation of attention: the interface in `base`, one module per backend in its room, chosen by `selection`."""

@@ -1,4 +1,4 @@
-"""What queries, keys, lengths and tables must have in common, whichever backend is handed them."""
+"""Checks that queries, keys, lengths and tables agree, whichever backend gets them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_lengths(metadata: AttentionMetadata, kv: Paged | Ragged, causal: bool)
 
 
 def tables_of(bias: Bias | None) -> list[Tensor]:
-    """What a bias reads, each [heads, ...]."""
+    """The tables that a bias reads, each [heads, ...]."""
     if isinstance(bias, ContentBias):
         return [table for table in (bias.keys, bias.queries) if table is not None]
     return [] if bias is None else [bias.table]

@@ -1,4 +1,4 @@
-"""What a backend must know to compute attention, and the interface every backend has.
+"""The inputs of attention, and the interface of every backend.
 
 All batches are ragged: R rows of T tokens laid end to end, never padded.
 """
@@ -204,7 +204,7 @@ class AttentionMetadata:
 
 
 class AttentionPart(Protocol):
-    """What of a model's attention decides whether a backend can serve it."""
+    """The properties of a model's attention that decide whether a backend can serve it."""
 
     @property
     def heads(self) -> int: ...
@@ -247,7 +247,7 @@ class AttentionBackend(ABC):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Why this backend cannot compute `part` on `device`, one reason an entry; empty when it can.
+        """The reasons why this backend cannot compute `part` on `device`, one per entry; empty if it can.
 
         Args:
             cache_dtype: format of the pages; None where K and V come without a cache.

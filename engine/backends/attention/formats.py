@@ -31,8 +31,8 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class PageShape(NamedTuple):
-    """What pages of a layer hold of a token: `vectors` of `head_dim` features for each of its KV heads. Two are a key
-    and a value; one is both."""
+    """The content of a layer's pages for a token: `vectors` of `head_dim` features for each of its KV heads. Two are
+    a key and a value; one is both."""
 
     kv_heads: int
     head_dim: int
@@ -45,7 +45,7 @@ def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """What `EngineConfig.kv_cache_dtype` calls a format."""
+    """The name of a format in `EngineConfig.kv_cache_dtype`."""
     return "fp8" if dtype == FP8 else str(dtype).removeprefix("torch.")
 
 

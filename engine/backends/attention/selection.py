@@ -1,4 +1,4 @@
-"""Which backend computes attention, chosen once at start."""
+"""The choice of the backend that computes attention, made once at start."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def select(
         reasons = list(dict.fromkeys(found))
         if not reasons:
             passed = f"; not usable: {'; '.join(refusals)}" if refusals else ""
-            logger.info("Attention backend on %s: %s%s", device, backend.name, passed)
+            level = logging.INFO if passed else logging.DEBUG  # the usual one is no news
+            logger.log(level, "Attention backend on %s: %s%s", device, backend.name, passed)
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")
     raise ConfigError(

@@ -30,13 +30,13 @@ def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
         ValueError: a row cannot be halved.
     """
     if x.shape[-1] % 2:
-        raise ValueError(f"a row of {x.shape[-1]} has no two halves")
+        raise ValueError(f"a gated row must have an even width, got {x.shape[-1]}")
     return _activate(x, function, bias, 1)
 
 
 def _activate(x: Tensor, function: str, bias: Tensor | None, gated: int) -> Tensor:
     if x.dim() != 2:
-        raise ValueError(f"activations take rows [T, width], not {list(x.shape)}")
+        raise ValueError(f"activations need rows [T, width], got {list(x.shape)}")
     rows = rows_of(x)
     width = rows.size >> gated
     out = torch.empty(rows.inner, width, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""What kernels are told about tensors, and what is refused before they are."""
+"""The description of tensors for kernels, and the checks before it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(x: Tensor) -> Rows:
         ValueError: it is not on a CPU, not float32 or bfloat16, or has no dimension.
     """
     if x.dtype not in FORMATS or not x.is_cpu or not x.dim():
-        raise ValueError(f"kernels take rows of float32 or bfloat16 on a CPU, not {_said(x)}")
+        raise ValueError(f"kernels need rows of float32 or bfloat16 on a CPU, got {_said(x)}")
     shape, strides = x.shape, x.stride()
     size = shape[-1]
     if strides[-1] == 1 or size == 1:
@@ -55,7 +55,7 @@ def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | Non
     if vector is None:
         return None
     if vector.dtype != dtype or vector.shape != (size,) or not vector.is_contiguous() or not vector.is_cpu:
-        raise ValueError(f"a parameter must be [{size}] of {dtype}, side by side, on a CPU, not {_said(vector)}")
+        raise ValueError(f"a parameter must be [{size}] of {dtype}, contiguous and on a CPU, got {_said(vector)}")
     return vector.data_ptr()
 
 

@@ -56,7 +56,7 @@ _Call: Any = structure(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What the layers of a step share: a call that lacks only their tensors, its address, and what it points at."""
+    """The parts that the layers of a step share: a call that lacks only their tensors, its address, and its data."""
 
     call: Any
     address: int
@@ -172,7 +172,7 @@ class NativeAttention(AttentionBackend):
         window: Sight | None,
         content: bool,
     ) -> int:
-        """What layers with queries of this shape [T, heads, head_dim] share in a step, for
+        """The part that layers with queries of this shape [T, heads, head_dim] share in a step, for
         `engine.backends.native.program`: the address of a structure that lives as long as the metadata.
 
         Args:
@@ -265,7 +265,7 @@ def _check_formats(q: Tensor, kv: Paged | Ragged) -> None:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
     scales = (kv.key_scales, kv.value_scales) if isinstance(kv, Paged) else (None, None)
     if any((scale is None) != (kind != torch.int8) for scale in scales):
-        raise ValueError(f"scales belong to pages of int8, not to keys of {kind}")
+        raise ValueError(f"only int8 pages have scales, got keys of {kind}")
 
 
 def _slots(x: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def _slots(x: Tensor) -> Tensor:
 
 
 def describe_bias(bias: Bias | None, dtype: torch.dtype) -> AddedBias:
-    """What kernels are told of a bias of scores, for keys of a format."""
+    """The description of a bias of scores for kernels, for keys of a format."""
     kept: tuple[Tensor, ...] = ()
     fields: dict[str, int | None] = dict.fromkeys(
         ("bias", "distance_keys", "distance_queries", "distance_columns", "bias_columns", "bias_zero", "distances"), 0

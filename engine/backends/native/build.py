@@ -90,12 +90,12 @@ def machine() -> str:
 
 
 def instruction_sets() -> dict[str, InstructionSet]:
-    """Those that a library can be made for on this kind of machine, best first."""
+    """The instruction sets that a library can be made for on this kind of machine, best first."""
     return _INSTRUCTION_SETS.get(machine(), _PORTABLE)
 
 
 def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Those that this CPU has, as far as the system says, best first."""
+    """The instruction sets of this CPU, as far as the system says, best first."""
     features: set[str] = set()
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -21,7 +21,9 @@ class PageCopier:
     def __init__(self, tensors: Sequence[Tensor]):
         for tensor in tensors:
             if not tensor.is_cpu or not tensor.is_contiguous() or len(tensor) != len(tensors[0]):
-                raise ValueError(f"pages must be as many in each tensor and lie side by side, not {list(tensor.shape)}")
+                raise ValueError(
+                    f"tensors must be contiguous and have the same number of pages, got {list(tensor.shape)}"
+                )
         self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
         count = len(tensors)
         self._addresses = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors))

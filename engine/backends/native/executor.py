@@ -54,7 +54,7 @@ logger = logging.getLogger("octavo.model")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What attentions share that can be described to the kernel together.
+    """The common part of attentions that can be described to the kernel together.
 
     Attributes:
         layer: one of the layers whose pages they read; None where keys lie beside the queries.
@@ -71,7 +71,7 @@ class _Call:
 
 
 def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
-    """Why an operation on rows of a format has no kernel in the library; None if it has one."""
+    """The reason why an operation on rows of a format has no kernel in the library; None if it has one."""
     if dtype not in FORMATS or not native.available():
         return f"there are no kernels for {dtype}" if native.available() else "there is no library"
     match operation:
@@ -108,7 +108,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
 
 
 def refusal(program: Program, dtype: torch.dtype) -> str | None:
-    """Why the library serves a program badly or not at all; None if it serves it.
+    """The reason why the library serves a program badly or not at all; None if it serves it.
 
     Matrices and pages are laid out for one or the other, so torch keeps programs in which it computes those.
     """
@@ -122,7 +122,7 @@ def refusal(program: Program, dtype: torch.dtype) -> str | None:
 
 def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
     """An encoder's inputs in the order of their length, and [Tp] the places that their tokens had."""
-    rows, types, rotary = inputs.metadata, inputs.types, inputs.rotary_positions
+    rows = inputs.metadata
     order = sorted(range(len(rows.query_lens)), key=rows.query_lens.__getitem__)
     starts = rows.query_start.tolist()
     parts = [torch.arange(starts[row], starts[row + 1]) for row in order]
@@ -133,9 +133,7 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
         token_ids=inputs.token_ids[places],
         positions=inputs.positions[places],
         metadata=AttentionMetadata.build(lens, contexts, places.device),
-        types=None if types is None else types[places],
-        boxes=None if inputs.boxes is None else inputs.boxes[places],
-        rotary_positions=None if rotary is None else rotary[places],
+        sides={name: values[places] for name, values in inputs.sides.items()},
         signals=[inputs.signals[row] for row in order] if inputs.signals else (),
     )
     return made, places

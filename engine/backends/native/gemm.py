@@ -2,7 +2,7 @@
 
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
 for each, int8 with a scale for each output ("int8_fast"), or the blocks of a GGUF file in their own bits. Sums are
-float32; for few bits the activations are quantised too, with a scale for each group, and sums are integers first.
+float32; with quantised weights, activations are quantised too, with a scale for each group, and summed as integers.
 Where groups of int8 weights are `rotate`d, those of activations are, too. A row of y is the same to the bit whatever
 other rows there are, and however many threads.
 
@@ -87,7 +87,7 @@ _weights = Arena()
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
+    """A quantised weight [outputs, inputs], as it may be kept: the same on every machine.
 
     Attributes:
         values: int8 [outputs, inputs], of rotated groups [outputs, groups * GROUP]; or, of 4 bits, uint8
@@ -110,7 +110,7 @@ class Quantised:
         return self.values, self.scales
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        """With what `change` makes of each tensor."""
+        """A copy in which `change` has replaced each tensor."""
         return replace(self, values=change(self.values), scales=change(self.scales))
 
     def dense(self) -> Tensor:
@@ -133,7 +133,7 @@ class Quantised:
         return self.scales[:, 4:].float() * self.counted()
 
     def counted(self) -> Tensor:
-        """Of rotated groups what their scales are multiples of, float32 [outputs, 1]."""
+        """The unit of rotated groups' scales, float32 [outputs, 1]."""
         return self.scales[:, :4].flatten().clone().view(torch.float32)[:, None]  # aligned
 
     @property
@@ -148,7 +148,7 @@ class Quantised:
         return F.pad(self.values, (0, -self.values.shape[1] % GROUP)).view(len(self.values), -1, GROUP)
 
     def levels(self) -> Tensor:
-        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15; those past a row's end stand for nothing."""
+        """The 4-bit values, uint8 [outputs, groups, GROUP] from 0 to 15; values past a row's end stand for nothing."""
         pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
 
@@ -168,11 +168,11 @@ class Blocks:
     inputs: int
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """As those of `Quantised`."""
+        """The tensors, as in `Quantised`."""
         return (self.values,)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """With what `change` makes of each tensor."""
+        """A copy in which `change` has replaced each tensor."""
         return replace(self, values=change(self.values))
 
 
@@ -184,7 +184,7 @@ class Joined:
 
 
 Weight = Quantised | Blocks | Joined
-"""A weight of few bits."""
+"""A quantised weight."""
 
 
 def rotate(groups: Tensor) -> Tensor:
@@ -253,12 +253,61 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Te
         ValueError: it is not such a matrix, or the bias does not go with it.
     """
     weight = _matrix(weight)
-    kind: Kind = "float32" if weight.dtype == torch.float32 else "bfloat16"
-    if amx and weight.shape[1] > 0 and weight.shape[1] % _AMX_INPUTS == 0 and has_amx():
-        kind = "amx_float32" if kind == "float32" else "amx_bfloat16"
-    packed = _room(kind, weight.shape[0], weight.shape[1], bias, into)
+    packed = _room(plain_kind(weight.dtype, weight.shape[1], amx), weight.shape[0], weight.shape[1], bias, into)
     _PACK[weight.dtype].call(weight.data_ptr(), weight.stride(0), packed.data.data_ptr(), *weight.shape)
     return packed
+
+
+def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
+    """The kind that `pack` makes of a weight of float32 or bfloat16.
+
+    Args:
+        amx: see `pack`.
+    """
+    tiles = amx and inputs > 0 and inputs % _AMX_INPUTS == 0 and has_amx()
+    if dtype == torch.float32:
+        return "amx_float32" if tiles else "float32"
+    return "amx_bfloat16" if tiles else "bfloat16"
+
+
+def quantised_kind(bits: Literal["int8", "int8-fast", "int4"], rotated: bool, amx: bool | None = None) -> Kind:
+    """The kind that `pack_int8`, `pack_int8_fast` or `pack_int4` makes.
+
+    Args:
+        rotated: int8 in rotated groups.
+        amx: see `pack_int8`.
+    """
+    if bits == "int8-fast":
+        return "int8_fast"
+    if bits == "int4":
+        return "amx_int4" if _goes_by_tiles("int4", amx) else "int4"
+    tiles = _goes_by_tiles("int8", amx)
+    if rotated:
+        return "amx_int8_rotated" if tiles else "int8_rotated"
+    return "amx_int8" if tiles else "int8"
+
+
+def size_of(kind: Kind, outputs: int, inputs: int) -> int:
+    """Bytes of the `Packed.data` of a weight [outputs, inputs]."""
+    return _layout(kind, outputs, inputs)[0]
+
+
+def packed_from(kind: Kind, data: Tensor, outputs: int, inputs: int) -> Packed:
+    """A weight that was laid out before by the same library.
+
+    Args:
+        data: its `Packed.data`, aligned to 64 bytes; more may follow.
+    """
+    return _room(kind, outputs, inputs, None, data)
+
+
+def with_bias(packed: Packed, bias: Tensor | None) -> Packed:
+    """The weight with this bias, or none.
+
+    Raises:
+        ValueError: the bias does not go with it.
+    """
+    return replace(packed, bias=_bias_of(bias, packed.outputs))
 
 
 def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
@@ -332,11 +381,10 @@ def pack_int8(
     if made.rotated:
         _check(made.values, torch.int8, (outputs, groups * GROUP))
         _check(made.scales, torch.uint8, (outputs, 4 + groups))
-        kind: Kind = "amx_int8_rotated" if _goes_by_tiles("int8", amx) else "int8_rotated"
-        return _laid_out(kind, _PACK_INT8_ROTATED, made, bias, into)
+        return _laid_out(quantised_kind("int8", True, amx), _PACK_INT8_ROTATED, made, bias, into)
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float16, (outputs, groups))
-    return _laid_out("amx_int8" if _goes_by_tiles("int8", amx) else "int8", _PACK_INT8, made, bias, into)
+    return _laid_out(quantised_kind("int8", False, amx), _PACK_INT8, made, bias, into)
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
@@ -370,7 +418,7 @@ def pack_int4(
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.float16, (outputs, groups, 2))
-    return _laid_out("amx_int4" if _goes_by_tiles("int4", amx) else "int4", _PACK_INT4, made, bias, into)
+    return _laid_out(quantised_kind("int4", False, amx), _PACK_INT4, made, bias, into)
 
 
 def pack_parts(
@@ -410,7 +458,7 @@ def pack_blocks(weight: Blocks, bias: Tensor | None = None, into: Tensor | None 
     """
     values = weight.values
     if values.dtype != torch.uint8 or values.dim() != 2 or not values.is_contiguous():
-        raise ValueError(f"blocks are rows of bytes, side by side, not {list(values.shape)} of {values.dtype}")
+        raise ValueError(f"blocks must be contiguous rows of bytes, got {list(values.shape)} of {values.dtype}")
     packed = _room(weight.kind, len(values), weight.inputs, bias, into)
     _PACK_BLOCKS[weight.kind].call(values.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
     return packed
@@ -421,7 +469,9 @@ def join(parts: Sequence[Packed], bias: Tensor | None = None) -> Packed:
     they have themselves is not added."""
     first = parts[0]
     if any(part.inputs != first.inputs for part in parts):
-        raise ValueError(f"matrices of {[part.inputs for part in parts]} inputs cannot be joined")
+        raise ValueError(
+            f"matrices of {[part.inputs for part in parts]} inputs cannot be joined: they must have the same number"
+        )
     kinds = get_args(Kind)
     table = [number for part in parts for number in (kinds.index(part.kind), part.outputs, part.data.data_ptr())]
     outputs = sum(part.outputs for part in parts)
@@ -442,11 +492,11 @@ def look_up(packed: Packed, ids: Tensor, dtype: torch.dtype = torch.float32) -> 
     """
     ids = ids.long().contiguous()
     if dtype not in _FORMATS or ids.device.type != "cpu":
-        raise ValueError(f"rows are float32 or bfloat16 on a CPU, not {dtype} on {ids.device}")
+        raise ValueError(f"rows must be float32 or bfloat16 on a CPU, got {dtype} on {ids.device}")
     if ids.numel():
         least, most = (int(end) for end in ids.aminmax())
         if not 0 <= least <= most < packed.outputs:
-            raise ValueError(f"rows from 0 to {packed.outputs - 1} can be looked up, not {least} to {most}")
+            raise ValueError(f"rows from 0 to {packed.outputs - 1} can be looked up, got {least} to {most}")
     out = torch.empty(*ids.shape, packed.inputs, dtype=dtype)
     first = 0
     for part in packed.parts:
@@ -553,7 +603,7 @@ class _Workspace(threading.local):
     _address = 0
 
     def address(self, size: int) -> int:
-        """Of at least `size` bytes, aligned; what was handed out before is no longer valid."""
+        """The address of at least `size` bytes, aligned; earlier addresses are no longer valid."""
         if size > self._bytes or self._memory is None:
             self._memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
             self._bytes = size
@@ -570,18 +620,26 @@ def scratch(size: int) -> int:
 
 
 def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None, into: Tensor | None = None) -> Packed:
+    size, tile_rows, tile_bytes, panel = _layout(kind, outputs, inputs)
+    data = _weights.take(size) if into is None else into[:size]
+    return Packed(kind, data, _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+
+
+def _layout(kind: Kind, outputs: int, inputs: int) -> tuple[int, int, int, int]:
+    """Bytes of a packed weight, and `Packed`'s tile_rows, tile_bytes and panel."""
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
-    data = _weights.take(size) if into is None else into[:size]
-    return Packed(kind, data, _bias_of(bias, outputs), outputs, inputs, tile_rows, tile_bytes, panel)
+    return size, tile_rows, tile_bytes, panel
 
 
 def _bias_of(bias: Tensor | None, outputs: int) -> Tensor | None:
     if bias is None:
         return None
     if bias.shape != (outputs,) or bias.device.type != "cpu":
-        raise ValueError(f"a bias for {outputs} outputs cannot be {list(bias.shape)} on {bias.device}")
+        raise ValueError(
+            f"the bias must have {outputs} numbers and be on a CPU, got {list(bias.shape)} on {bias.device}"
+        )
     return bias.detach().float().contiguous()
 
 
@@ -597,7 +655,7 @@ def _matrix(weight: Tensor) -> Tensor:
     weight = weight.detach()
     if weight.dim() != 2 or weight.dtype not in _FORMATS or weight.device.type != "cpu":
         raise ValueError(
-            f"a weight is a matrix of float32 or bfloat16 on a CPU, not {list(weight.shape)} of {weight.dtype} on "
+            f"a weight must be a matrix of float32 or bfloat16 on a CPU, got {list(weight.shape)} of {weight.dtype} on "
             f"{weight.device}"
         )
     return weight if weight.stride(1) == 1 else weight.contiguous()
@@ -605,4 +663,4 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(f"expected {list(shape)} of {dtype}, side by side, not {list(tensor.shape)} of {tensor.dtype}")
+        raise ValueError(f"expected {list(shape)} of {dtype}, contiguous, got {list(tensor.shape)} of {tensor.dtype}")

@@ -1,4 +1,4 @@
-"""Blocks of GGUF's formats as our own formats of few bits, or as numbers."""
+"""Blocks of GGUF's formats as our own quantised formats, or as numbers."""
 
 from __future__ import annotations
 

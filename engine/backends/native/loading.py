@@ -38,12 +38,15 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 class Library:
     """The kernels for one instruction set.
 
+    Attributes:
+        name: changes with the sources, so that what one library has laid out no other one reads.
+
     Raises:
         OSError: it cannot be loaded.
     """
 
     def __init__(self, isa: str, path: Path):
-        self.isa = isa
+        self.isa, self.name = isa, path.name
         self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
     def function(self, name: str, signature: str) -> Callable[..., None]:
@@ -62,7 +65,7 @@ class Library:
         structures.check(self.function)
 
     def threads(self) -> int:
-        """How many threads share the work of a kernel that the calling thread calls."""
+        """The number of threads that share the work of a kernel."""
         count = ctypes.c_int64()
         self.function("count_threads", "p")(ctypes.addressof(count))
         return count.value
@@ -259,7 +262,7 @@ def _cache() -> tuple[Path | None, str]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Only one process at a time; the system lets go of the lock of one that dies."""
+    """Let only one process run this block at a time; the system releases the lock of a process that dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

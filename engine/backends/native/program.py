@@ -27,6 +27,7 @@ _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _O
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
+_TICKET = 64  # bytes, of threads.h
 _OUTSIDE = (
     "",
     "a row's keys lie outside the pages that there are",
@@ -40,7 +41,7 @@ _Operation = structure("Operation", "int kind | pointer what | int barrier")
 _Step = structure(
     "Step",
     "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
-    "int spare | pointer times | int outside",
+    "int spare | pointer tickets times | int outside",
 )
 _Norm = structure(
     "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
@@ -95,7 +96,7 @@ class PageTensors:
 
 
 class Pages:
-    """Where a layer's pages are, told to the program before its first step, and again when they have moved."""
+    """The addresses of a layer's pages, told to the program before its first step, and again when they have moved."""
 
     def __init__(self) -> None:
         self._structure: Any = _Pages()
@@ -110,7 +111,7 @@ class Pages:
         """
         every = (tensors.keys, tensors.values, tensors.key_scales, tensors.value_scales, tensors.key_centre)
         if tensors.keys.dtype not in PAGES or any(t is not None and not t.is_contiguous() for t in every):
-            raise ValueError(f"pages of {tensors.keys.dtype} and what belongs to them must lie side by side")
+            raise ValueError(f"pages of {tensors.keys.dtype} and their scales must be contiguous")
         self._tensors = tensors
         for name, tensor in zip(("keys", "values", "key_scales", "value_scales", "centre"), every, strict=True):
             setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
@@ -155,7 +156,7 @@ class Program:
 
     def __init__(self, dtype: torch.dtype):
         if dtype not in FORMATS:
-            raise ValueError(f"a program's rows are float32 or bfloat16, not {dtype}")
+            raise ValueError(f"a program's rows must be float32 or bfloat16, got {dtype}")
         self.dtype = dtype
         self._widths: list[int] = []
         self._buffers: list[Tensor | None] = []
@@ -257,7 +258,7 @@ class Program:
                 are turned: float32, or the program's.
         """
         if head_dim > LONGEST_HEAD:
-            raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+            raise ValueError(f"a head may have at most {LONGEST_HEAD} features, got {head_dim}")
         cosines, sines = angles or (None, None)
         if cosines is not None and sines is not None:
             assert cosines.is_contiguous()
@@ -340,7 +341,7 @@ class Program:
             room: where rows go in between; layers of one shape share it.
         """
         if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
-            raise ValueError(f"{len(up)} and {len(down)} experts do not go with {routed.width} numbers of a router")
+            raise ValueError(f"{len(up)} and {len(down)} experts do not match the router's {routed.width} numbers")
         if any(one.kind != which[0].kind for which in (up, down) for one in which):
             raise ValueError("the matrices of a layer's experts are of several kinds")
         addresses = [(ctypes.c_void_p * len(up))(*(one.data.data_ptr() for one in which)) for which in (up, down)]
@@ -473,6 +474,9 @@ class Program:
             self._list = (_Operation * len(self._operations))(
                 *(_Operation(kind, ctypes.addressof(what), barrier) for kind, what, barrier in self._operations)
             )
+            # Of each operation and thread, as far apart as it takes for none to slow another one down.
+            self._tickets = torch.zeros((len(self._operations) * _THREADS + 1) * _TICKET, dtype=torch.uint8)
+            self._step.tickets = -(-self._tickets.data_ptr() // _TICKET) * _TICKET
             self._pointers = (ctypes.c_void_p * len(self._widths))()
             self._step.buffers = ctypes.addressof(self._pointers)
             self._capacity = 0

@@ -28,12 +28,12 @@ def repack(words: Tensor, layout: Layout) -> Tensor:
         ValueError: they are not such a matrix on a CPU.
     """
     if words.dtype != torch.int32 or words.dim() != 2 or words.device.type != "cpu":
-        raise ValueError(f"words are a matrix of int32 on a CPU, not {list(words.shape)} of {words.dtype}")
+        raise ValueError(f"words must be a matrix of int32 on a CPU, got {list(words.shape)} of {words.dtype}")
     rows, columns = words.shape
     shapes = {"awq": (columns * _EIGHT, rows), "gptq": (columns, rows * _EIGHT), "rows": (rows, columns * _EIGHT)}
     outputs, inputs = shapes[layout]
     if inputs % GROUP:
-        raise ValueError(f"inputs of 4 bits are a multiple of {GROUP}, not {inputs}")
+        raise ValueError(f"the number of 4-bit inputs must be a multiple of {GROUP}, got {inputs}")
     words = words.contiguous()
     values = torch.empty(outputs, inputs // GROUP, GROUP // 2, dtype=torch.uint8)
     _KERNELS[layout].call(words.data_ptr(), values.data_ptr(), outputs, inputs // _EIGHT)

@@ -23,7 +23,7 @@ LONGEST_HEAD = 1024
 
 
 class Rotation(NamedTuple):
-    """How far each token is turned.
+    """The angles by which tokens are turned.
 
     Attributes:
         cos: [T, 1, head_dim]; its format is the one that rotation happens in.
@@ -59,9 +59,9 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
     if turning.dtype != values.dtype:
         raise ValueError(f"{_said(turning)} and {_said(values)} have different formats")
     if slots.dtype != torch.int64 or not slots.is_contiguous():
-        raise ValueError(f"slots are int64, side by side, not {_said(slots)}")
+        raise ValueError(f"slots must be contiguous and int64, got {_said(slots)}")
     if (cache.key_scales is None or cache.value_scales is None) != (pages.dtype != torch.int8):
-        raise ValueError(f"scales belong to pages of int8, not of {pages.dtype}")
+        raise ValueError(f"only int8 pages have scales, got pages of {pages.dtype}")
     addresses = (
         slots.data_ptr(),
         _whole(pages),
@@ -75,11 +75,11 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
 
 
 def _whole(tensor: Tensor | None) -> int | None:
-    """Where a tensor is that has no gaps; None for none."""
+    """The address of a tensor that has no gaps; None for none."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():
-        raise ValueError(f"{_said(tensor)} must lie side by side")
+        raise ValueError(f"{_said(tensor)} must be contiguous")
     return tensor.data_ptr()
 
 
@@ -96,7 +96,7 @@ def _call(
 ) -> None:
     tokens, _, head_dim = turning.shape
     if head_dim > LONGEST_HEAD:
-        raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+        raise ValueError(f"a head may have at most {LONGEST_HEAD} features, got {head_dim}")
     dim, cos, sin, interleaved, kind = 0, None, None, False, turning.dtype
     if rotation is not None:
         angles, sines, interleaved = rotation
@@ -131,7 +131,7 @@ def _token_stride(heads: Tensor) -> int:
     """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
     stride, between, within = heads.stride()
     if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1) or not heads.is_cpu:
-        raise ValueError(f"the heads of a token must lie side by side on a CPU, not as in {_said(heads)}")
+        raise ValueError(f"the heads of a token must be contiguous on a CPU, got {_said(heads)}")
     return stride
 
 

@@ -1,4 +1,4 @@
-"""What sampling asks of rows of logits on a CPU, without sorting or copying them."""
+"""Sampling's operations on rows of logits on a CPU, without sorting or copying them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ class LogitRows:
 
     def __init__(self, logits: Tensor):
         if logits.dtype != torch.float32 or not logits.is_cpu or logits.dim() != 2 or not logits.shape[1]:
-            raise ValueError(f"rows of float32 on a CPU, not {list(logits.shape)} of {logits.dtype} on {logits.device}")
+            raise ValueError(
+                f"logits must be rows of float32 on a CPU, got {list(logits.shape)} of {logits.dtype} on "
+                f"{logits.device}"
+            )
         if logits.stride(1) != 1 or (logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]):
             logits = logits.contiguous()
         rows, columns = logits.shape
@@ -154,7 +157,7 @@ class LogitRows:
         return columns.numpy(), scores.numpy()
 
     def ranks(self, rows: Int32, tokens: Int32) -> Int32:
-        """How many logits of rows [M] are larger than those of tokens [M, C], and one: [M, C]."""
+        """The number of logits of rows [M] that are larger than those of tokens [M, C], plus one: [M, C]."""
         tokens = np.ascontiguousarray(tokens, dtype=np.int32)
         found = torch.empty(tokens.shape, dtype=torch.int32)
         _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())
@@ -264,6 +267,6 @@ def mask(logits: Float32, rows: Int32, masks: Masks) -> None:
 
 def _address(values: NDArray[Any], dtype: Any) -> int:
     if values.dtype != dtype or not values.flags.c_contiguous:
-        raise ValueError(f"expected {np.dtype(dtype)}, side by side, not {values.dtype} with strides {values.strides}")
+        raise ValueError(f"expected {np.dtype(dtype)}, contiguous, got {values.dtype} with strides {values.strides}")
     address: int = values.__array_interface__["data"][0]
     return address

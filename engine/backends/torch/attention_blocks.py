@@ -25,7 +25,7 @@ def attend(
     bias: DistanceBias,
     block_bias: DistanceBias,
 ) -> Tensor:
-    """What each token sees of its row, in its window and of the blocks: [Tp, heads, head_dim].
+    """The attention of each token to its row, in its window and to the blocks: [Tp, heads, head_dim].
 
     Scores, softmax and sums are in float32. What lies past the rows gives zeros.
 

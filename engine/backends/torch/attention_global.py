@@ -25,7 +25,7 @@ def attend(
     window: Window,
     scale: float,
 ) -> Tensor:
-    """What each token sees of its row: [Tp, heads, head_dim].
+    """The attention of each token to its row: [Tp, heads, head_dim].
 
     A token sees those in its window and the global ones, each once; a global token sees all, by `of_global`. Scores,
     softmax and sums are in float32. What lies past the rows gives zeros.

@@ -23,7 +23,7 @@ def attend(
     whole: int,
     first_counts: int,
 ) -> Tensor:
-    """What each token sees of its row: [Tp, heads, head_dim].
+    """The attention of each token to its row: [Tp, heads, head_dim].
 
     A token sees its own block and those beside it, the first and the last one; tokens of these two see all. Scores,
     softmax and sums are in float32. What lies past the rows gives zeros.

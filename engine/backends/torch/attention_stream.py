@@ -18,7 +18,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 def attend(
     tokens: Heads, vectors: Heads, metadata: AttentionMetadata, scale: float, *, size: int, shift: int
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens of each row see, [Tp, heads, head_dim], and what its vectors see, [rows * count, heads,
+    """The attention of the tokens of each row, [Tp, heads, head_dim], and of its vectors, [rows * count, heads,
     head_dim].
 
     A token sees its block and the vectors of its row; a vector sees all tokens and all vectors of its row. Scores,

@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a layer's shape the index work depends on.
+    """The properties of a layer's shape that the index work depends on.
 
     Attributes:
         lines: tables of vectors by distance that a tile and a chunk read a part of, 0 to 2.

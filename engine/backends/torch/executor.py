@@ -69,7 +69,7 @@ from engine.model.tables import Tables
 
 
 class Values(Protocol):
-    """What lies in the buffers of a pass: [Tp, width] each."""
+    """The buffers of a pass: [Tp, width] each."""
 
     def __getitem__(self, rows: Rows) -> Tensor: ...
 
@@ -104,7 +104,7 @@ class Pass:
         return self._rotations[part]
 
     def bias(self, operation: Attend) -> Bias | None:
-        """What is added to the scores, made once for all layers."""
+        """The bias that is added to the scores, made once for all layers."""
         return self.fill_bias(self._biases, operation, self._tables)
 
     @staticmethod
@@ -119,7 +119,7 @@ class Pass:
         return biases[owner]
 
     def block_biases(self, module: BlockSumAttention) -> tuple[DistanceBias, DistanceBias]:
-        """What is added to the scores of tokens, and to those of sums of blocks."""
+        """The biases of the scores of tokens, and of those of sums of blocks."""
         bias, of_blocks = self._tables.bias(module), self._tables.block_bias
         assert isinstance(bias, DistanceBias)
         assert of_blocks is not None

@@ -44,7 +44,7 @@ def _computes(index: int | None) -> bool:
 
 @functools.cache
 def obstacle(index: int | None) -> tuple[str, str]:
-    """Why Triton starts no kernels on a GPU, and what to do about it; nothing if it does.
+    """The reason why Triton starts no kernels on a GPU, and what to do about it; empty if it does.
 
     Args:
         index: of the GPU; None: the current one.

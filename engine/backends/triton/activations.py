@@ -100,10 +100,10 @@ def _launch(x: Tensor, function: str, bias: Tensor | None, gated: bool) -> Tenso
     if function not in FUNCTIONS:
         raise ValueError(f"there is no activation {function!r}, only {', '.join(FUNCTIONS)}")
     if x.dim() != 2 or x.stride(1) != 1:
-        raise ValueError(f"activations take rows [T, width] with features side by side, not {list(x.shape)}")
+        raise ValueError(f"activations need rows [T, width] with contiguous features, got {list(x.shape)}")
     rows, width = x.shape
     if gated and width % 2:
-        raise ValueError(f"a row of {width} has no two halves")
+        raise ValueError(f"a gated row must have an even width, got {width}")
     if bias is not None and (bias.shape != (width,) or not bias.is_contiguous()):
         raise ValueError(f"a bias of {list(bias.shape)} is not added to rows of {width}")
     width >>= gated

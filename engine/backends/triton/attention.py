@@ -42,7 +42,7 @@ _STORED = {torch.int8: 1, FP8: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """What launches depend on.
+    """The device's properties that launches depend on.
 
     Attributes:
         capability: 80, 90, ...
@@ -82,7 +82,7 @@ class _Prefilling:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What layers of one shape share in a step; `kept` are tensors whose addresses are part of its key."""
+    """The parts that layers of one shape share in a step; `kept` are tensors whose addresses are part of its key."""
 
     decoding: _Decoding | None
     prefilling: _Prefilling | None
@@ -92,7 +92,7 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What of a layer the plan depends on."""
+    """The properties of a layer that the plan depends on."""
 
     heads: int
     kv_heads: int
@@ -273,7 +273,7 @@ def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
     scales = (kv.key_scales, kv.value_scales) if isinstance(kv, Paged) else (None, None)
     if any((scale is None) != (kind not in LARGEST) for scale in scales):
-        raise ValueError(f"scales belong to pages of int8 and fp8, not to keys of {format_name(kind)}")
+        raise ValueError(f"only int8 and fp8 pages have scales, got keys of {format_name(kind)}")
     if isinstance(bias, ContentBias):
         raise ValueError(f"{TritonAttention.name} attention has no content bias")
 
@@ -369,7 +369,7 @@ def _arguments(
     product: torch.dtype,
     device: _Device,
 ) -> dict[str, Any]:
-    """What both kernels are told; in place of tensors that there are none of, one that is not read."""
+    """The arguments of both kernels; a tensor that is not read stands for each absent one."""
     import triton.language as tl
 
     q = q if q.stride(2) == 1 else q.contiguous()

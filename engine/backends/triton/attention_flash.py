@@ -35,7 +35,8 @@ _FORMATS = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What of an attention torch's kernel depends on: its heads, and the format of queries, keys and values."""
+    """The properties of an attention that torch's kernel depends on: its heads, and the format of queries, keys and
+    values."""
 
     heads: int
     kv_heads: int
@@ -65,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FlashPrompts:
-    """For what torch's flash attention stands in.
+    """The attentions for which torch's flash attention stands in.
 
     Attributes:
         shapes: the heads for which it has been found to do what our kernels do.
@@ -114,7 +115,7 @@ def obstacle(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> str:
-    """Why torch's flash attention does not stand in for an attention; "" where it does.
+    """The reason why torch's flash attention does not stand in for an attention; "" if it does.
 
     Args:
         queries, pages: formats.

@@ -1,4 +1,4 @@
-"""Which program of attention's kernels does what, worked out on the device once a step and shared by its layers.
+"""The division of attention's work among programs, made on the device once a step and shared by its layers.
 
 Nothing is uploaded, and a captured graph plans anew at each replay from the lengths that it finds. Grids are bounded by
 what the host knows: a graph is made for the longest context there may be, and a program that only finds out that it has

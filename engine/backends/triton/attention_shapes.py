@@ -16,7 +16,7 @@ _LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is launched.
+    """The settings of a kernel's launch.
 
     Attributes:
         block_m: pairs of query and head of a tile.
@@ -88,7 +88,7 @@ def decoders(tiles: Tiles) -> int:
 
 
 def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int, paged: bool) -> Tiles:
-    """Of rows with few queries; a tile of keys has about 16 KB, or less where many heads share it.
+    """The tiles of rows with few queries; a tile of keys has about 16 KB, or less if many heads share it.
 
     Args:
         group: heads that share keys.
@@ -109,7 +109,7 @@ def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int,
 def prefill_tiles(
     head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int, plain: bool, paged: bool
 ) -> Tiles:
-    """Of rows with many queries.
+    """The tiles of rows with many queries.
 
     128 rows of queries are two warpgroups of 64, the height of Hopper's matrix instruction. What is read of keys and
     values is then 1/64 byte for a multiplication in 16 bits: an estimated 790 TFLOP/s would want 6 TB/s, which the

@@ -1,4 +1,4 @@
-"""What the decode and the prefill kernel of attention share: a tile of queries against a tile of keys.
+"""The common part of the decode and the prefill kernel of attention: a tile of queries against a tile of keys.
 
 Rows of a tile are pairs of a query and one of the heads that share keys; columns are keys. Scores and all sums are
 float32; the running softmax (arXiv:1805.02867) is in base 2, which GPUs have an instruction for. A running maximum of
@@ -54,7 +54,7 @@ def load_vectors(base, places, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def tanh(x):
-    """By exp, which all targets have; near 0, where that would cancel, by its series."""
+    """The hyperbolic tangent by exp, which all targets have; near 0, where that would cancel, by its series."""
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))

@@ -1,4 +1,4 @@
-"""Which beams go on with which tokens, and on which pages, found on a GPU before the host knows of it."""
+"""The next step's beams, with their tokens and pages, found on a GPU before the host knows them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def go_on_kernel(
 
 
 def width_for(beams: int, candidates: int) -> int:
-    """Which of `WIDTHS` serves so many beams with so many candidates altogether."""
+    """The entry of `WIDTHS` that serves so many beams with so many candidates altogether."""
     return next(width for width in WIDTHS if beams <= width and candidates <= width * width)
 
 

@@ -83,7 +83,7 @@ class TritonExecutor:
         """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""
         lens = inputs.metadata.query_lens
         one_each = len(lens) == inputs.tokens and max(lens, default=1) == 1
-        return self._finds_slots and one_each and inputs.rotary_positions is None
+        return self._finds_slots and one_each and inputs.rotary_rows is inputs.positions
 
 
 class _Fusing:
@@ -128,7 +128,7 @@ class _Fusing:
         self.operations.append(Join(self._stream, addends, after, norm, out))
 
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
-        """None where torch computes them."""
+        """The operation that prepares and stores heads; None if torch computes them."""
         part, angles, heads, whole = operation.part, None, None, None
         if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
             self._missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None

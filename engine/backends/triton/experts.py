@@ -41,7 +41,7 @@ _NEIGHBOURS = 8
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the products are cut.
+    """The cut of the products among programs.
 
     Attributes:
         tokens: of a tile.
@@ -66,7 +66,7 @@ def choose_launch(
     experts occupy all multiprocessors, and 60 KiB of them under way in each program. A tile holds about twice an
     expert's mean, so that few experts are read twice. Where it has many, tiles are as large as the registers allow:
     a byte that is read then serves 85 operations, or 64 where a program has not the 144 KiB of shared memory for that:
-    before Hopper, on sm_120, and where weights of few bits are widened, which takes registers.
+    before Hopper, on sm_120, and where quantised weights are widened, which takes registers.
 
     Args:
         tokens: of the step.
@@ -110,7 +110,7 @@ def _power_of_2(least: float) -> int:
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """Of a GPU, as 80, 90, 100; 0 for the interpreter."""
+    """The compute capability of a GPU, as 80, 90, 100; 0 for the interpreter."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -238,7 +238,7 @@ def multiply(
 
     Args:
         x: [pairs, in], or [T, in] if all pairs of a token read the same.
-        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first. Of few bits they are widened
+        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first. Quantised ones are widened
             in registers, and rounded to x's format; numbers and scales begin with [count, out].
         order, tiles: as from `align`, for `launch.tokens`.
         activation: of the product, or of the gate; "" is none, "clamped" the gate of `engine.model.spec.Clamped`.

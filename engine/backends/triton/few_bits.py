@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits on a GPU, which read the few bits and widen them in registers.
+"""Products with weights of 8 and 4 bits on a GPU, which read them packed and widen them in registers.
 
 A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
 (`engine.backends.native.gemm.Quantised`), in memory as there: 8.5 bits for each in plain groups, and 5. One row alone
@@ -37,7 +37,7 @@ _NUMBERS = 16 * 1024  # bytes of the rows that go with a tile
 
 
 class Tiling(NamedTuple):
-    """What a program of `rows_kernel` computes.
+    """The part of a product that a program of `rows_kernel` computes.
 
     Attributes:
         rows: no fewer than there are.
@@ -53,8 +53,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
-    """How a product of so many rows, whose numbers have so many bytes, is shared out: in as many programs as keep a GPU
-    busy. The more rows there are, the more results has each, since all read the rows."""
+    """The division of a product of so many rows, whose numbers have so many bytes: among as many programs as keep a
+    GPU busy. The more rows there are, the more results has each, since all read the rows."""
     tall = max(16, triton.next_power_of_2(rows))
     widest = 16 if itemsize > 2 else max(tall, 32)
     wide = next((each for each in (64, 32) if each <= widest and outputs >= each * _PROGRAMS), 16)
@@ -112,7 +112,7 @@ def _half_of(words):
 
 @triton.jit
 def _each(factors):
-    """What groups [R, GROUPS] have, for each of their features: [R, GROUPS * 32]."""
+    """The values of groups [R, GROUPS] for each of their features: [R, GROUPS * 32]."""
     ROWS: tl.constexpr = factors.shape[0]
     GROUPS: tl.constexpr = factors.shape[1]
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, GROUPS, 32)), (ROWS, GROUPS * 32))
@@ -162,7 +162,7 @@ def widen_kernel(
 
 
 def bits(weight: Quantised) -> int:
-    """Of an integer: 8 or 4."""
+    """The bits of an integer: 8 or 4."""
     return 4 if weight.has_minima else 8
 
 
@@ -246,7 +246,7 @@ def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
             f"{list(scales.shape)}"
         )
     if not values.is_contiguous() or not scales.is_contiguous():
-        raise ValueError("a weight's numbers, and its scales, must lie side by side")
+        raise ValueError("a weight's numbers, and its scales, must be contiguous")
     if x.shape[-1:] != (inputs,) or x.device != values.device:
         raise ValueError(
             f"{list(x.shape)} on {x.device} is not multiplied by {[len(values), inputs]} on {values.device}"

@@ -51,7 +51,7 @@ STAGES = 3  # tiles that are asked for before the first is there, and one
 
 
 class Tiling(NamedTuple):
-    """How a matrix is shared out.
+    """The division of a matrix among programs.
 
     Attributes:
         rows: of results in a tile.
@@ -69,13 +69,13 @@ class Tiling(NamedTuple):
 
 
 def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:
-    """How a matrix for so many results of so many features is shared out; a result of a gate has two rows.
+    """The division of a matrix for so many results of so many features; a result of a gate has two rows.
 
     A small matrix is one tile for each of about two programs on a multiprocessor, all of which is asked for at once. Of
     a large one a program takes 64 KB, or 128 where each has a norm to compute. Weights of 8 and of 4 bits count as one
     byte.
     """
-    vector = 512 // max(itemsize, 2)  # features that a warp reads at once, 16 bytes a thread (of few bits 8 or 4)
+    vector = 512 // max(itemsize, 2)  # features that a warp reads at once, 16 bytes a thread (quantised: 8 or 4)
     if features > (_HELD if normed or gated else _HELD_WITHOUT_NORM):
         return Tiling(_power(min(8 if itemsize == 1 else 4, outputs // 256)), 1, 8 * vector, False, 8)
     block = max(triton.next_power_of_2(features), GROUP)
@@ -93,7 +93,7 @@ def _power(number: int) -> int:
 
 @triton.jit
 def _weights(weight, scales, row, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """The BLOCK features from `begin` on of rows [R] of a matrix, as `_numbers` takes them: of few bits, or (BITS is 0)
+    """The BLOCK features from `begin` on of rows [R] of a matrix, as `_numbers` takes them: quantised, or (BITS is 0)
     of the format of x; they are not read again in this step."""
     if BITS > 0:
         tile = bytes_of(weight, row, begin, there, SIZE, BLOCK, BITS)
@@ -163,7 +163,7 @@ def held_kernel(
 ):  # fmt: skip
     """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it norms and holds.
 
-    x, factors and shifts are the row and its norm's weight and bias; scales those of a weight of few bits; stream and
+    x, factors and shifts are the row and its norm's weight and bias; scales those of a quantised weight; stream and
     also what results are added to. The two rows of a gate's result lie side by side in a tile.
     """
     FORMAT: tl.constexpr = x.dtype.element_ty
@@ -250,10 +250,10 @@ def product(
     dtype: torch.dtype | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """What is made of norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
+    """The product norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
 
     Args:
-        weight: [outputs, features], in x's format or of few bits with scales for groups; bias [outputs].
+        weight: [outputs, features], in x's format or quantised with scales for groups; bias [outputs].
         function: an activation of the results, or with `gated` of their first half, times the second.
         stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
         dtype: of the results, which no sum or activation is rounded more than; of a stream it is that.
@@ -303,7 +303,7 @@ def _check(
     alone = norm is None and function is None
     if not serves(weight, alone=alone):
         raise ValueError(
-            f"a weight {list(_shape(weight))} is not multiplied: it must lie side by side"
+            f"a weight {list(_shape(weight))} cannot be multiplied: it must be contiguous"
             + ("" if alone else f", and have {_HELD} features at most beside a norm or an activation")
         )
     outputs, features = _shape(weight)
@@ -314,11 +314,11 @@ def _check(
     if x.shape != (1, features) or x.stride(1) != 1:
         raise ValueError(f"{list(x.shape)} of {x.dtype} is not multiplied by {[outputs, features]}")
     if gated and (outputs % 2 or function is None):
-        raise ValueError(f"{outputs} results have no two halves, or the first has no activation")
+        raise ValueError(f"{outputs} results cannot be gated: their number must be even, and they need an activation")
     if function is not None and function not in FUNCTIONS:
         raise ValueError(f"there is no activation {function!r}, only {', '.join(FUNCTIONS)}")
     if also is not None and stream is None:
-        raise ValueError("what is added to a stream needs one")
+        raise ValueError("to add the parts of a layer, the product needs the stream")
     for part, size in ((bias, outputs), (stream, outputs // (1 + gated)), (also, outputs // (1 + gated))):
         if part is not None and (part.numel() != size or part.dtype != x.dtype or not part.is_contiguous()):
             raise ValueError(f"{list(part.shape)} of {part.dtype} is not added to {size} results in {x.dtype}")

@@ -176,7 +176,7 @@ def _launch(
 ) -> None:
     size = x.shape[-1]
     if not serves(x) or not serves(out):
-        raise ValueError(f"norms are of [rows, rows, up to {WIDEST}] with features side by side, not {list(x.shape)}")
+        raise ValueError(f"norms are of [rows, rows, up to {WIDEST}] with contiguous features, got {list(x.shape)}")
     rows = x.numel() // size
     if not rows:
         return

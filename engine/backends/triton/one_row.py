@@ -158,5 +158,5 @@ def _served(linear: Linear, *, alone: bool = True) -> bool:
 
 
 def _weight(linear: Linear) -> Tensor | Quantised:
-    """As kernels read it."""
+    """The weight as kernels read it."""
     return linear.weight if linear.few_bits is None else linear.few_bits

@@ -35,7 +35,7 @@ class Join(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreHeads(HasRows):
-    """What `PrepareHeads` does, for a decoder.
+    """The work of `PrepareHeads`, for a decoder.
 
     Attributes:
         angles: None where nothing rotates.

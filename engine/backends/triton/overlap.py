@@ -19,6 +19,6 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def overlapping(wanted: bool) -> dict[str, bool]:
-    """What a launch is told: the kernel's EARLY, and the option of Triton's that goes with it."""
+    """The options of a launch: the kernel's EARLY, and the option of Triton's that goes with it."""
     early = wanted and not INTERPRETED
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})

@@ -1,5 +1,5 @@
-"""From the projection of queries, keys and values to attention on a GPU, in one launch: norms of heads, rotary
-positions (arXiv:2104.09864), and the way of keys and values into their pages.
+"""The way from the projection of queries, keys and values to attention on a GPU, in one launch: norms of heads, rotary
+positions (arXiv:2104.09864), and the storage of keys and values in their pages.
 
 Separately that would be up to six kernels, each of which reads and writes what the one before it wrote; here each
 number is read once and written once. A program takes one token and about 1024 numbers of its queries, keys or values:
@@ -35,7 +35,7 @@ _SLOTS, _TABLES = 1, 2
 
 
 class Angles(NamedTuple):
-    """How far the tokens at each position are turned.
+    """The angles of the tokens at each position.
 
     Attributes:
         cos: [length, ..., head_dim], the same for two features that are turned together, and not read for those that
@@ -285,7 +285,7 @@ def _launch(
         if values.dtype != turning.dtype:
             raise ValueError(f"{_said(turning)} and {_said(values)} have different formats")
         if (key_scales is None or value_scales is None) != (cache.keys.dtype not in LARGEST):
-            raise ValueError(f"scales belong to pages of 8 bits, not of {cache.keys.dtype}")
+            raise ValueError(f"only pages of 8 bits have scales, got pages of {cache.keys.dtype}")
         if key_scales is not None and value_scales is not None:
             _whole(key_scales), _whole(value_scales)
             steps = _FP8 if cache.keys.dtype == FP8 else _INT8
@@ -295,13 +295,13 @@ def _launch(
             tables = cache.block_tables
             stored = min(tokens, tables.shape[0]) if tables.shape[1] else 0
             if positions is None:
-                raise ValueError("slots are worked out from positions")
+                raise ValueError("slots and positions exclude each other: slots follow from positions")
         else:
             stored = slots.shape[0]
             if stored > tokens:
                 raise ValueError(f"{stored} slots are too many for {_said(turning)}")
     if head_dim > LONGEST_HEAD:
-        raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+        raise ValueError(f"a head may have at most {LONGEST_HEAD} features, got {head_dim}")
     if positions is not None and positions.shape != (tokens,):
         raise ValueError(f"positions {_said(positions)} are not those of {_said(turning)}")
     half, length = 0, 0
@@ -369,7 +369,7 @@ def _bytes(pages: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise ValueError(f"{_said(tensor)} must lie side by side")
+        raise ValueError(f"{_said(tensor)} must be contiguous")
     return tensor
 
 
@@ -377,7 +377,7 @@ def _token_stride(heads: Tensor) -> int:
     """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
     stride, between, within = heads.stride()
     if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1):
-        raise ValueError(f"the heads of a token must lie side by side, not as in {_said(heads)}")
+        raise ValueError(f"the heads of a token must be contiguous, got {_said(heads)}")
     return stride
 
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and which tokens an expert gets: by kernels that ask the device nothing."""
+"""The assignment of tokens to experts, by kernels that ask the device nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _route(logits, chosen, shares, count, ACTIVE: tl.constexpr, NORMALIZE: tl.co
 
 @triton.jit
 def _found(chosen, begin, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """How many of the pairs from `begin` on go to each expert."""
+    """The number of the pairs from `begin` on that go to each expert."""
     found = tl.zeros((BINS,), tl.int32)
     for start in range(0, tl.minimum(pairs - begin, CHUNK), BLOCK):
         at = begin + start + tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def align(chosen: Tensor, count: int, size: int, chunk: int = _CHUNK) -> tuple[T
 
 
 def counted_before(pairs: int, chunk: int = _CHUNK) -> bool:
-    """So many pairs are counted by a kernel of its own, and not where they are placed."""
+    """Whether a kernel of its own counts so many pairs, before they are placed."""
     return pairs > chunk
 
 

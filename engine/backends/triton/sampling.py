@@ -22,7 +22,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How kernels cut their work. Never chosen by the batch: sums would be made in another order.
+    """The sizes by which kernels cut their work. The batch never decides them: sums would be made in another order.
 
     Attributes:
         split: tokens that one program of the walk reads, a multiple of 64; powers of two all.
@@ -42,7 +42,7 @@ SIZES = Sizes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """How S rows are drawn from, on the device.
+    """The sampling parameters of S rows, on the device.
 
     Attributes:
         table: [S, WORDS] int32, rows of the sampling table (`engine.interface.sampling_table`), side by side; 0
@@ -97,7 +97,7 @@ class LogitRows:
     def __init__(self, logits: Tensor, parameters: Parameters, room: Workspace):
         if logits.dim() != 2 or logits.shape[1] != room.vocabulary or len(logits) > room.rows or logits.stride(1) != 1:
             raise ValueError(
-                f"expected up to {room.rows} rows of {room.vocabulary} logits side by side, not {list(logits.shape)} "
+                f"expected up to {room.rows} rows of {room.vocabulary} contiguous logits, got {list(logits.shape)} "
                 f"with strides {logits.stride()}"
             )
         self.logits, self.parameters, self.room = logits, parameters, room

@@ -1,4 +1,4 @@
-"""What becomes of logits: penalties of tokens that occurred, each token once; tokens that a mask makes impossible."""
+"""Edits of logits: penalties of tokens that occurred, each token once; tokens that a mask makes impossible."""
 
 from __future__ import annotations
 

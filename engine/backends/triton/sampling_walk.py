@@ -1,4 +1,4 @@
-"""What sampling kernels share: one walk over rows of logits that leaves little, and a look into the rest by it.
+"""The common part of sampling kernels: one walk over rows of logits that leaves few, and a look into the rest by it.
 
 The walk (`summarize`) reads each row once, in splits of 2048 tokens whatever the batch, so that a row's sums have one
 order and one row fills a GPU as far as it can. It leaves, of each split, the peak, where it is, the least finite logit

@@ -23,10 +23,13 @@ from engine.model.table import Family, WeightTable
 
 
 def _discover() -> tuple[Family, ...]:
-    """The FAMILY of each module of this package that has one, in the order of their names."""
-    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    found = (getattr(module, "FAMILY", None) for module in modules)
-    return tuple(sorted((f for f in found if isinstance(f, Family)), key=lambda family: family.name.lower()))
+    """The rows FAMILIES of this package's modules, and the FAMILY of each that has one, in the order of their names."""
+    found: list[Family] = []
+    for module in pkgutil.iter_modules(__path__):
+        content = vars(import_module(f"{__name__}.{module.name}"))
+        found += content.get("FAMILIES", ())
+        found += [content["FAMILY"]] if "FAMILY" in content else []
+    return tuple(sorted(found, key=lambda family: family.name.lower()))
 
 
 FAMILIES: tuple[Family, ...] = _discover()
@@ -62,7 +65,8 @@ def _words(name: str) -> list[str]:
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
-    """How many first words are the same; how near the versions are that follow; how alike the names are as a whole."""
+    """The likeness of two names: the number of equal first words, the distance of the versions that follow, and the
+    likeness as a whole."""
     common = 0
     while common < min(len(words), len(others)) and words[common] == others[common]:
         common += 1
@@ -105,7 +109,7 @@ def _config_name(name: str) -> str:
 
 
 def _alternatives(config: Any) -> str:
-    """What is nearest to a config's architecture, and whether it would do in its place."""
+    """A sentence on what is nearest to a config's architecture, and whether it would do in its place."""
     name = architecture(config)
     if text := getattr(config, "text_config", None):
         kind = getattr(text, "model_type", "")
@@ -156,7 +160,7 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """How a checkpoint stores weights of few bits; None for one of plain weights.
+    """The scheme by which a checkpoint stores quantised weights; None for plain weights.
 
     Raises:
         UnsupportedModelError: in a way that is not read, or that the family has no place for.

@@ -1,4 +1,4 @@
-"""What families with ALiBi (arXiv:2108.12409) share: the slopes of their heads."""
+"""The common part of families with ALiBi (arXiv:2108.12409): the slopes of their heads."""
 
 from __future__ import annotations
 

@@ -6,35 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families import bert
-from engine.model.families.common import activation, linear, norm
-from engine.model.families.encoder_only import (
-    OLD_NORMS,
-    answer_span,
-    first_token_weights,
-    question_end,
-    stack_weights,
-    token_weights,
-)
+from engine.model.families.common import activation, dense_network, linear, norm
+from engine.model.families.encoder import PRETRAINED, EncoderNames, bert_heads, encoder, encoder_table, of
+from engine.model.families.encoder_only import answer_span, bert_head, bert_stack, question_end, token_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import (
-    AnswerSpan,
-    Classifier,
-    Dense,
-    Head,
-    ModelSpec,
-    ResidualNetwork,
-    SparseBlocks,
-    Tokens,
-)
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.spec import AnswerSpan, Classifier, Head, ModelSpec, ResidualNetwork, SparseBlocks, Stack, Tokens
+from engine.model.table import WeightTable
 
 _FULL, _SPARSE = "original_full", "block_sparse"
 
 
-def spec(config: Any) -> ModelSpec:
-    encoder = bert.stack(config, Learned(config.max_position_embeddings))
+def _stack(config: Any) -> Stack:
+    encoder = bert_stack(config, Learned(config.max_position_embeddings))
     seen = blocks_of(config)
     layers = tuple(
         replace(block, attention=replace(block.attention, blocks=seen, qkv_bias=config.use_bias))
@@ -43,14 +27,13 @@ def spec(config: Any) -> ModelSpec:
     assert isinstance(encoder.embedding, Tokens)
     scale = config.hidden_size**0.5 if config.rescale_embeddings else 1.0
     embedding = replace(encoder.embedding, scale=scale)
-    head = _head(config)
-    if isinstance(head, AnswerSpan) and config.type_vocab_size > 1:
+    if config.architectures[0].endswith("ForQuestionAnswering") and config.type_vocab_size > 1:
         embedding = replace(embedding, second_after=question_end(config))
-    return ModelSpec(encoder=replace(encoder, embedding=embedding, blocks=layers), decoder=None, head=head)
+    return replace(encoder, embedding=embedding, blocks=layers)
 
 
 def blocks_of(config: Any) -> SparseBlocks | None:
-    """Which blocks the encoder's tokens see; None for all.
+    """The blocks that the encoder's tokens see; None for all.
 
     Raises:
         UnsupportedModelError: attention_type names no way to choose them.
@@ -65,49 +48,49 @@ def blocks_of(config: Any) -> SparseBlocks | None:
 def _head(config: Any) -> Head:
     """The head of the architecture's name: BERT's, but for what classifies texts, and what finds answers."""
     if config.architectures[0].endswith("ForQuestionAnswering"):
-        ffn = Dense(config.intermediate_size, activation(config.hidden_act), bias=True)
-        network = ResidualNetwork(ffn, Norm("layer", config.layer_norm_eps, bias=True))
+        network = ResidualNetwork(dense_network(config), Norm("layer", config.layer_norm_eps, bias=True))
         return answer_span(config, network=network)
-    head = bert.head_of(config)
+    head = bert_head(config)
     if isinstance(head, Classifier) and head.pooling is not None:
         return replace(head, activation=activation(config.hidden_act))
     return head
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    entries, ignored = _head_weights(model)
-    return WeightTable(
-        (*stack_weights(model, "bert"), *entries),
-        prefix="bert.",
-        ignored=(*ignored, r"bert\.embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)"),
-        renamed=OLD_NORMS,
-        head=bert.masked_table(model),
+POOLER = r"bert\.pooler\..*"
+USUAL = bert_heads("bert").unread
+NAMES = EncoderNames(
+    stem="bert",
+    heads=replace(
+        bert_heads("bert"),
+        first=("classifier.dense", "classifier.out_proj"),
+        unread={
+            "first": (POOLER,),
+            "answer": (POOLER,),
+            **{kind: (*USUAL[kind], r"qa_classifier\..*") for kind in ("masked", "each", "none")},
+        },
+    ),
+)
+
+
+def _weights(model: ModelSpec) -> WeightTable:
+    table = encoder_table(model, NAMES)
+    if not isinstance(model.head, AnswerSpan):
+        return table
+    answers = (
+        *linear("head.network.inner.up", "qa_classifier.intermediate.dense", True, 0),
+        *linear("head.network.inner.down", "qa_classifier.output.dense", True, 1),
+        *norm("head.network.outer", "qa_classifier.output.LayerNorm", bias=True),
+        *token_weights("qa_classifier.qa_outputs"),
     )
+    return replace(table, entries=(*(e for e in table.entries if not e.target.startswith("head.")), *answers))
 
 
-def _head_weights(model: ModelSpec) -> tuple[list[Entry], list[str]]:
-    """The weights of the head, and patterns of what may be left unused."""
-    pooler = r"bert\.pooler\..*"
-    match model.head:
-        case AnswerSpan():
-            return [
-                *linear("head.network.inner.up", "qa_classifier.intermediate.dense", True, 0),
-                *linear("head.network.inner.down", "qa_classifier.output.dense", True, 1),
-                *norm("head.network.outer", "qa_classifier.output.LayerNorm", bias=True),
-                *token_weights("qa_classifier.qa_outputs"),
-            ], [pooler]
-        case Classifier(pooling="cls"):
-            return first_token_weights("classifier.dense", "classifier.out_proj"), [pooler]
-        case _:
-            entries, ignored = bert.head_weights(model, "bert")
-            return entries, [*ignored, r"qa_classifier\..*"]
-
-
-FAMILY = Family(
-    name="BigBird",
-    architectures=("BigBirdForQuestionAnswering", *(f"BigBird{kind}" for kind in bert.KINDS)),
+FAMILY = encoder(
+    "BigBird",
+    of(("ForQuestionAnswering", *PRETRAINED), "BigBird"),
+    "BERT's encoder for long texts: block-sparse attention",
     headless=("BigBirdModel",),
-    brings="BERT's encoder for long texts: block-sparse attention",
-    spec=spec,
-    weights=weights,
+    stack=_stack,
+    head=_head,
+    weights=_weights,
 )

@@ -5,20 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import norm
-from engine.model.families.vision import (
-    PreNormLayer,
-    kernel,
-    layer_weights,
-    patches,
-    pre_norm_encoder,
-    text_entries,
-    two_towers,
-)
+from engine.model.families.common import tokens
+from engine.model.families.vision import patches, pre_norm_encoder, two_towers
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import AtToken, Embedder, ModelSpec, Patches, Tokens
-from engine.model.table import Entry, Family, Reshaped, WeightTable
+from engine.model.spec import AtToken, Embedder, ModelSpec
+from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -34,9 +26,7 @@ def _of_texts(config: Any, features: int | None, twin: ModelSpec | None = None) 
     end = config.eos_token_id
     if not isinstance(end, int):
         raise UnsupportedModelError(f"eos_token_id of the text's config must be one token id, got {end!r}.")
-    embedding = Tokens(
-        vocab_size=config.vocab_size, width=config.hidden_size, positions=Learned(config.max_position_embeddings)
-    )
+    embedding = tokens(config, positions=Learned(config.max_position_embeddings))
     return ModelSpec(
         encoder=pre_norm_encoder(config, embedding, causal=True),
         decoder=None,
@@ -54,37 +44,16 @@ def _of_images(config: Any, features: int | None) -> ModelSpec:
 
 def weights(model: ModelSpec) -> WeightTable:
     # The scale of similarities counts for losses and for probabilities of pairs alone.
-    return two_towers(model, _text_entries, _image_entries, r"logit_scale")
+    return two_towers(model, _text_head, _image_head, r"logit_scale")
 
 
-def _text_entries(model: ModelSpec) -> tuple[Entry, ...]:
-    assert isinstance(model.head, Embedder)
-    projection = Entry("head.output.weight", ("text_projection.weight",), shard_axis=0)
-    return text_entries(model, [projection] if model.head.features else [])
+def _text_head(head: Embedder) -> list[Entry]:
+    return [Entry("head.output.weight", ("text_projection.weight",), shard_axis=0)] if head.features else []
 
 
-def _image_entries(model: ModelSpec, target: str) -> tuple[Entry, ...]:
-    """The weights of the encoder of images.
-
-    Args:
-        target: what the names of parameters begin with.
-    """
-    assert model.encoder is not None
-    assert isinstance(model.head, Embedder)
-    embedding = model.encoder.embedding
-    assert isinstance(embedding, Patches)
-    source, ours = "vision_model", f"{target}encoder"
-    first = Reshaped(((embedding.width,),))
-    projection = Entry(f"{target}head.output.weight", ("visual_projection.weight",), shard_axis=0)
-    return (
-        *kernel(f"{ours}.embedding.patches", f"{source}.embeddings.patch_embedding", embedding),
-        Entry(f"{ours}.embedding.first", (f"{source}.embeddings.class_embedding",), first),
-        Entry(f"{ours}.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
-        *norm(f"{ours}.embedding.norm", f"{source}.pre_layrnorm", bias=True),
-        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer(), ours),
-        *norm(f"{ours}.final_norm", f"{source}.post_layernorm", bias=True),
-        *([projection] if model.head.features else ()),
-    )
+def _image_head(head: Embedder, target: str) -> list[Entry]:
+    stored = ("visual_projection.weight",)
+    return [Entry(f"{target}head.output.weight", stored, shard_axis=0)] if head.features else []
 
 
 FAMILY = Family(

@@ -1,9 +1,9 @@
-"""What several families read from their configs and tables in the same way."""
+"""The parts that several families read from their configs and tables in the same way."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,18 @@ from engine.model.positions import Rotary
 from engine.model.spec import (
     Activation,
     Attention,
-    Block,
     Clamped,
     Corrected,
     Dense,
-    EachHead,
     Experts,
-    FeedForward,
     Gated,
     Likeliest,
     Lm,
     ModelSpec,
-    Placement,
-    Pre,
     Routing,
-    Stack,
     Tokens,
 )
-from engine.model.table import Affine, Entry, Joined, Reshaped, Same, Stacked, Transform, Transposed, WeightTable
+from engine.model.table import Affine, Entry, Joined, Same, Stacked, Transform, Transposed
 
 # gelu_new, gelu_fast … are one function under several names: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -80,9 +74,83 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
+def head_dim_of(config: Any) -> int:
+    """Features of a head: the config's head_dim, or each head's share of hidden_size."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def attention(config: Any, *, heads: int | None = None, bias: bool = False, **parts: Any) -> Attention:
+    """Attention with a config's heads, KV heads and head_dim, its scores scaled by the root of head_dim.
+
+    Args:
+        heads: None: num_attention_heads.
+        bias: all of its projections have biases.
+        parts: further fields of `Attention`, and those that differ.
+    """
+    heads = heads or config.num_attention_heads
+    head_dim = parts.get("head_dim") or head_dim_of(config)
+    usual = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+    return Attention(**(usual | parts))
+
+
+def windowed(config: Any, windows: Iterable[Window | None], **parts: Any) -> list[Attention]:
+    """The attention of each layer, which differs in its window alone; `parts` as of `attention`."""
+    return [attention(config, window=window, **parts) for window in windows]
+
+
+def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **parts: Any) -> Attention:
+    """Attention whose heads share hidden_size evenly and have keys and values each; arguments as of `attention`.
+
+    Raises:
+        UnsupportedModelError: the heads cannot share it.
+    """
+    heads = heads or config.num_attention_heads
+    usual = {"kv_heads": heads, "head_dim": even_head_dim(config.hidden_size, heads)}
+    return attention(config, heads=heads, bias=bias, **(usual | parts))
+
+
+def gated_network(config: Any, *, bias: bool = False) -> Gated:
+    """A gated feed-forward network of a config's intermediate_size and hidden_act."""
+    return Gated(config.intermediate_size, activation(config.hidden_act), bias)
+
+
+def dense_network(config: Any, *, bias: bool = True) -> Dense:
+    """A plain feed-forward network of a config's intermediate_size and hidden_act."""
+    return Dense(config.intermediate_size, activation(config.hidden_act), bias)
+
+
+def rms(config: Any) -> Norm:
+    """The RMS norm of a config's rms_norm_eps."""
+    return Norm("rms", config.rms_norm_eps)
+
+
+def lm(config: Any, **parts: Any) -> Lm:
+    """A head that is tied to the token table if the config says so; `parts` are further fields of `Lm`."""
+    return Lm(tied=config.tie_word_embeddings, **parts)
+
+
+def with_head(config: Any) -> bool:
+    """Whether an architecture has a language model's head: a bias of the head is stored with it alone."""
+    name: str = config.architectures[0]
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def tokens(config: Any, **parts: Any) -> Tokens:
+    """A token table of a config's vocab_size and hidden_size; `parts` are further fields of `Tokens`."""
+    return Tokens(**({"vocab_size": config.vocab_size, "width": config.hidden_size} | parts))
+
+
 def rotary(
     config: Any,
-    head_dim: int,
+    head_dim: int | None = None,
     layer_type: str | None = None,
     *,
     partial: bool = False,
@@ -92,7 +160,7 @@ def rotary(
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
     Args:
-        head_dim: features of a head.
+        head_dim: features of a head; None: see `head_dim_of`.
         layer_type: whose parameters are meant, where they are nested.
         partial: the family rotates only a share of the features, `partial_rotary_factor`.
         interleaved: the family rotates pairs of neighbouring features.
@@ -102,7 +170,7 @@ def rotary(
         UnsupportedModelError: a scaling that is not implemented, or one whose settings do not fit.
     """
     settings = settings_of(config, layer_type)
-    dim = rotated(settings, head_dim, partial=partial)
+    dim = rotated(settings, head_dim or head_dim_of(config), partial=partial)
     return Rotary(
         dim=dim,
         theta=theta_of(config, settings),
@@ -110,43 +178,6 @@ def rotary(
         scaling=scaling_of(config, settings, dim),
         in_float32=in_float32,
     )
-
-
-def plain_decoder(
-    config: Any,
-    attentions: Iterable[Attention],
-    ffn: FeedForward | Iterable[FeedForward],
-    *,
-    norm: Norm | None = None,
-    placement: Placement | None = None,
-    scale: float = 1.0,
-    residual_scale: float = 1.0,
-    head: Lm | None = None,
-) -> ModelSpec:
-    """A decoder whose blocks differ in their attentions and feed-forward networks only.
-
-    Args:
-        ffn: one for all blocks, or one for each.
-        norm: of each sublayer and the end; None: RMS norms.
-        placement: of the norms; None: one before each sublayer.
-        scale: of the embedding.
-        residual_scale: of each block.
-        head: None: one without a bias or a scale.
-    """
-    norm = norm or Norm("rms", config.rms_norm_eps)
-    attentions = list(attentions)
-    networks = list(ffn) if isinstance(ffn, Iterable) else [ffn] * len(attentions)
-    placement = placement or Pre(norm, norm)
-    decoder = Stack(
-        hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=scale),
-        blocks=tuple(
-            Block(placement=placement, attention=attention, ffn=own, residual_scale=residual_scale)
-            for attention, own in zip(attentions, networks, strict=True)
-        ),
-        final_norm=norm,
-    )
-    return ModelSpec(encoder=None, decoder=decoder, head=head or Lm(tied=config.tie_word_embeddings))
 
 
 def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
@@ -217,6 +248,21 @@ def routed(
     return Experts(expert, count, active, normalize, routing or Likeliest(), router_bias)
 
 
+def network_counts(config: Any) -> tuple[int, int]:
+    """`n_routed_experts` and `n_shared_experts`, where layers have experts beside a network for all tokens.
+
+    Raises:
+        UnsupportedModelError: there are none of them.
+    """
+    count, shared = config.n_routed_experts, config.n_shared_experts
+    if not count or not shared:
+        raise UnsupportedModelError(
+            "n_routed_experts and n_shared_experts of the config must be at least 1 where layers have experts (see "
+            f"first_k_dense_replace); got {count} and {shared}."
+        )
+    return count, shared
+
+
 def corrected(config: Any, count: int) -> Corrected:
     """Routing by sigmoid scores with a correction, in groups: `n_group`, `topk_group`, `routed_scaling_factor`.
 
@@ -251,11 +297,16 @@ def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
     return groups, kept
 
 
-def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
-    """Separate query, key and value projections (names without .weight) in one fused matrix."""
+def qkv(target: str, sources: tuple[str, str, str], part: Attention, form: Transform | None = None) -> list[Entry]:
+    """Separate query, key and value projections (names without .weight) in one fused matrix.
+
+    Args:
+        form: how they are stored; None: as our matrix has them.
+    """
     lengths = (part.heads * part.head_dim, part.kv_heads * part.head_dim, part.kv_heads * part.head_dim)
+    how = form or Joined(lengths)
     kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
-    return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), Joined(lengths), shard_axis=0) for k in kinds]
+    return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), how, shard_axis=0) for k in kinds]
 
 
 def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> list[Entry]:
@@ -300,23 +351,28 @@ def linear(
     return entries
 
 
-def norm(target: str, source: str, *, bias: bool, weight: bool = True) -> list[Entry]:
-    """A norm's weight and bias, as far as it has them."""
-    kinds = {"weight": weight, "bias": bias}
-    return [Entry(f"{target}.{kind}", (f"{source}.{kind}",)) for kind, present in kinds.items() if present]
+def norm(
+    target: str, source: str, *, bias: bool, weight: bool = True, transform: Transform | None = None
+) -> list[Entry]:
+    """A norm's weight, stored as `transform` says, and its bias, as far as it has them."""
+    own = [Entry(f"{target}.weight", (f"{source}.weight",), transform or Same())] if weight else []
+    return own + ([Entry(f"{target}.bias", (f"{source}.bias",))] if bias else [])
 
 
-def gated(target: str, source: str, part: Gated) -> list[Entry]:
-    """gate_proj, up_proj and down_proj under `source`."""
-    lengths = (part.width, part.width)
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated(target: str, source: str, part: Gated, names: tuple[str, str, str] = PROJECTIONS) -> list[Entry]:
+    """The gate, up and down matrix of a gated network under `source`."""
+    gate, up, down = names
+    form = Joined((part.width, part.width))
     kinds = ("weight", "bias") if part.bias else ("weight",)
-    names = (f"{source}.gate_proj", f"{source}.up_proj")
     return [
         *(
-            Entry(f"{target}.gate_up.{k}", tuple(f"{name}.{k}" for name in names), Joined(lengths), shard_axis=0)
+            Entry(f"{target}.gate_up.{k}", (f"{source}.{gate}.{k}", f"{source}.{up}.{k}"), form, shard_axis=0)
             for k in kinds
         ),
-        *linear(f"{target}.down", f"{source}.down_proj", part.bias, shard_axis=1),
+        *linear(f"{target}.down", f"{source}.{down}", part.bias, shard_axis=1),
     ]
 
 
@@ -348,59 +404,6 @@ def fused_experts(target: str, source: str, router: str) -> list[Entry]:
     ]
 
 
-def projected_experts(target: str, source: str, part: Experts, correction: str | None = None) -> list[Entry]:
-    """Experts stored as gate_proj, up_proj and down_proj under `source`.experts.N or as one, routed by `source`.gate.
-
-    Args:
-        correction: the name of the correction of scores under `source`.
-    """
-    router = f"{source}.gate"
-    entries = [
-        *experts(target, f"{source}.experts", part, ("gate_proj", "up_proj", "down_proj"), router),
-        *fused_experts(target, f"{source}.experts", router),
-    ]
-    return entries if correction is None else [*entries, Entry(f"{target}.correction", (f"{source}.{correction}",))]
-
-
-def projected_attention(target: str, source: str, part: Attention) -> list[Entry]:
-    """Attention that stores q_proj, k_proj, v_proj and o_proj under `source`, and q_norm and k_norm if it has them."""
-    names = (f"{source}.q_proj", f"{source}.k_proj", f"{source}.v_proj")
-    entries = [
-        *qkv(f"{target}.qkv", names, part),
-        *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, shard_axis=1),
-    ]
-    if isinstance(part.qk_norm, EachHead):
-        entries += head_norms(f"{target}.qk_norm", source, part, "{}_norm")
-    elif part.qk_norm is not None:
-        kinds = {"bias": part.qk_norm.norm.bias, "weight": part.qk_norm.norm.weight}
-        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", **kinds)
-        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", **kinds)
-    return entries
-
-
-def head_norms(target: str, source: str, part: Attention, names: str, *, apart: bool = False) -> list[Entry]:
-    """Weights of norms that each head has of its own: in one matrix, or `apart` as a vector for each head.
-
-    Args:
-        names: of queries' and keys', with `{}` for q or k.
-    """
-    entries = []
-    for name, letter, heads in (("queries", "q", part.heads), ("keys", "k", part.kv_heads)):
-        stem = f"{source}.{names.format(letter)}"
-        stored = tuple(f"{stem}.norms.{head}.weight" for head in range(heads)) if apart else (f"{stem}.weight",)
-        shape = (part.head_dim,) if apart else (heads, part.head_dim)
-        entries.append(Entry(f"{target}.{name}.weight", stored, Reshaped((shape,) * len(stored)), shard_axis=0))
-    return entries
-
-
-def projected_block(target: str, source: str, attention: Attention, ffn: Gated) -> list[Entry]:
-    """Attention and feed-forward of a layer that stores them as `self_attn` and a gated `mlp`."""
-    return [
-        *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", attention),
-        *gated(f"{target}.ffn.inner", f"{source}.mlp", ffn),
-    ]
-
-
 def output_table(model: ModelSpec, source: str) -> Entry:
     """The output matrix of that name, under which one that is tied may be stored instead of the token table."""
     tied = isinstance(model.head, Lm) and model.head.tied
@@ -415,12 +418,14 @@ def head(model: ModelSpec, source: str) -> list[Entry]:
     return entries[1:] if model.head.tied else entries
 
 
-def dense(target: str, source: str, part: Dense, names: tuple[str, str]) -> list[Entry]:
-    """The two matrices of a plain feed-forward network under `source`."""
+def dense(
+    target: str, source: str, part: Dense, names: tuple[str, str], matrix: Transform | None = None
+) -> list[Entry]:
+    """The two matrices of a plain feed-forward network under `source`, stored as `matrix` says."""
     up, down = names
     return [
-        *linear(f"{target}.up", f"{source}.{up}", part.bias, 0),
-        *linear(f"{target}.down", f"{source}.{down}", part.bias, 1),
+        *linear(f"{target}.up", f"{source}.{up}", part.bias, 0, matrix),
+        *linear(f"{target}.down", f"{source}.{down}", part.bias, 1, matrix),
     ]
 
 
@@ -433,47 +438,3 @@ def residual_scaled(entries: Iterable[Entry], factor: float) -> list[Entry]:
         replace(entry, transform=Affine(factor, inner=entry.transform)) if last.search(entry.target) else entry
         for entry in entries
     ]
-
-
-def projected_layer(target: str, source: str, block: Block) -> list[Entry]:
-    """`projected_block` of a block whose feed-forward network is gated."""
-    assert isinstance(block.ffn, Gated)
-    return projected_block(target, source, block.attention, block.ffn)
-
-
-# Norms of a block with one before each sublayer: their places, and the names that they are stored under.
-PRE_NORMS = {"attention.before": "input_layernorm", "ffn.before": "post_attention_layernorm"}
-
-
-def decoder_table(
-    model: ModelSpec,
-    layer: Callable[[str, str, Block], list[Entry]] = projected_layer,
-    norms: Mapping[str, str] = PRE_NORMS,
-) -> WeightTable:
-    """The weights of a decoder whose norms are all of one kind under LLaMA's names.
-
-    Args:
-        layer: the entries of a block's sublayers, given the names of our block and of the stored one.
-        norms: of a block.
-    """
-    assert model.decoder is not None
-    last = model.decoder.final_norm
-    assert last is not None
-    kinds = {"bias": last.bias, "weight": last.weight}
-    entries = [
-        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        *norm("decoder.final_norm", "model.norm", **kinds),
-        *head(model, "lm_head"),
-    ]
-    for i, block in enumerate(model.decoder.blocks):
-        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        for ours, theirs in norms.items():
-            entries += norm(f"{target}.{ours}", f"{source}.{theirs}", **kinds)
-        entries += residual_scaled(layer(target, source, block), block.residual_scale)
-    return WeightTable(
-        tuple(entries),
-        prefix="model.",
-        # Frequencies that old checkpoints store as buffers.
-        ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
-        head="lm_head.weight",
-    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear
+from engine.model.families.common import dense_network, even_head_dim, linear, multi_head
 from engine.model.families.deberta_v2 import embedding, head_of, table
-from engine.model.families.encoder_only import stack_weights
+from engine.model.families.encoder import ANSWERING, BERT_LAYER, of
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors
-from engine.model.spec import Attention, Block, Dense, ModelSpec, Post, Stack
+from engine.model.spec import Attention, Block, ModelSpec, Post, Stack
 from engine.model.table import Entry, Family, Interleaved, Sparse, WeightTable
 
 
@@ -26,7 +27,7 @@ def spec(config: Any) -> ModelSpec:
     block = Block(
         placement=Post(layer_norm, layer_norm),
         attention=attention,
-        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+        ffn=dense_network(config),
     )
     encoder = Stack(
         hidden_size=config.hidden_size,
@@ -39,28 +40,18 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _attention(config: Any) -> Attention:
-    heads, terms = config.num_attention_heads, config.pos_att_type or ()
-    head_dim = even_head_dim(config.hidden_size, heads)
+    terms, head_dim = config.pos_att_type or (), even_head_dim(config.hidden_size, config.num_attention_heads)
     position = None
     if config.relative_attention and ("c2p" in terms or "p2c" in terms):
         position = Disentangled("c2p" in terms, "p2c" in terms)
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        # Every term that is named counts, computed or not.
-        scale=(head_dim * (1 + len(terms))) ** -0.5,
-        position=position,
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
-    )
+    # Every term that is named counts, computed or not.
+    return multi_head(config, scale=(head_dim * (1 + len(terms))) ** -0.5, position=position, causal=False)
 
 
 def weights(model: ModelSpec) -> WeightTable:
     stack = model.encoder
     assert stack is not None
-    entries = stack_weights(model, "deberta", heads=_heads)
+    entries: list[Entry] = []
     if stack.distances is not None:
         entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))
     for i, block in enumerate(stack.blocks):
@@ -72,25 +63,26 @@ def weights(model: ModelSpec) -> WeightTable:
             entries += [keys[0], Entry(keys[1].target, keys[1].sources, default=0.0)]
         if isinstance(position, Disentangled) and position.position_to_content:
             entries += linear(f"{target}.distance_queries", f"{source}.pos_q_proj", True, 0)
-    return table(model, entries)
+    return table(model, LAYER, entries)
 
 
-def _heads(target: str, layer: str, part: Attention) -> list[Entry]:
+def _attention_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     """Queries, keys and values head by head in one matrix; keys have no bias."""
     source, width = f"{layer}.attention.self", part.heads * part.head_dim
     stored = Interleaved(part.heads, 1, part.head_dim)
     biases = (f"{source}.q_bias", f"{source}.v_bias")
     return [
-        Entry(f"{target}.weight", (f"{source}.in_proj.weight",), stored, shard_axis=0),
-        Entry(f"{target}.bias", biases, Sparse((width, width, width), stored=(0, 2)), shard_axis=0),
+        Entry(f"{target}.qkv.weight", (f"{source}.in_proj.weight",), stored, shard_axis=0),
+        Entry(f"{target}.qkv.bias", biases, Sparse((width, width, width), stored=(0, 2)), shard_axis=0),
+        *linear(f"{target}.out", f"{layer}.attention.output.dense", True, 1),
     ]
 
 
-_KINDS = ("Model", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+LAYER = replace(BERT_LAYER, attention=_attention_weights)
 
 FAMILY = Family(
     name="DeBERTa",
-    architectures=tuple(f"Deberta{kind}" for kind in _KINDS),
+    architectures=of(("Model", *ANSWERING[:-1]), "Deberta"),
     headless=("DebertaModel",),
     brings="disentangled attention, queries, keys and values stored per head",
     spec=spec,

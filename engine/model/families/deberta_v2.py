@@ -6,28 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, norm
-from engine.model.families.encoder_only import (
-    BERT_LAYER,
-    answer_span,
-    answer_weights,
-    first_token_classifier,
-    first_token_weights,
-    layer_target,
-    masked_lm_weights,
-    stack_weights,
-    token_classifier,
-    token_weights,
-)
+from engine.model.families.common import activation, dense_network, even_head_dim, linear, multi_head, norm
+from engine.model.families.encoder import BERT_LAYER, EncoderNames, HeadNames, encoder_table
+from engine.model.families.encoder_only import answer_span, first_token_classifier, layer_target, token_classifier
+from engine.model.families.names import LayerNames
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
 from engine.model.spec import (
-    AnswerSpan,
     Attention,
     Block,
-    Classifier,
     Convolution,
-    Dense,
     Head,
     MaskedLm,
     ModelSpec,
@@ -50,7 +38,7 @@ def spec(config: Any) -> ModelSpec:
     block = Block(
         placement=Post(layer_norm, layer_norm),
         attention=attention,
-        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+        ffn=dense_network(config),
     )
     first = replace(block, beside=_convolution(config, layer_norm))
     encoder = Stack(
@@ -85,23 +73,13 @@ def _table_width(config: Any) -> int:
 def _attention(config: Any, position: Disentangled | None, terms: int) -> Attention:
     """Attention whose scores are scaled for their number of terms, which counts those of a model that has no
     relative attention, too."""
-    heads = config.num_attention_heads
-    head_dim = even_head_dim(config.hidden_size, heads)
+    heads, head_dim = config.num_attention_heads, even_head_dim(config.hidden_size, config.num_attention_heads)
     if (size := getattr(config, "attention_head_size", head_dim)) != head_dim:
         raise UnsupportedModelError(
             f"attention_head_size of the config is {size}, but its {heads} heads must share hidden_size "
             f"{config.hidden_size}: {head_dim} features each."
         )
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=(head_dim * (1 + terms)) ** -0.5,
-        position=position,
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
-    )
+    return multi_head(config, scale=(head_dim * (1 + terms)) ** -0.5, position=position, causal=False)
 
 
 def _distances(config: Any, layer_norm: Norm) -> DistanceVectors:
@@ -177,39 +155,36 @@ _UNUSED = (
     r"deberta\.embeddings\.position_(ids|embeddings\..*)",
     r"deberta\.encoder\.(rel_embeddings|LayerNorm)\..*",
 )
-_LAYER = replace(
-    BERT_LAYER,
-    queries="attention.self.query_proj",
-    keys="attention.self.key_proj",
-    values="attention.self.value_proj",
+HEADS = HeadNames(
+    masked=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
+    masked_bias="cls.predictions.bias",
+    first=("pooler.dense", "classifier"),
+    always_unread=_UNUSED,
 )
+NEWER = ("lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head")
+LAYER = replace(BERT_LAYER, qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"))
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    return table(model, [*stack_weights(model, "deberta", names=_LAYER), *_own_weights(model)])
+    return table(model, LAYER, _own_weights(model))
 
 
-def table(model: ModelSpec, stack: list[Entry]) -> WeightTable:
-    """The weights of a model of DeBERTa's kind, given those of its layers."""
-    older = isinstance(model.head, MaskedLm) and model.head.width is None
-    return WeightTable(
-        (*stack, *_embedding_weights(model), *_head_weights(model)),
-        prefix="deberta.",
-        ignored=_UNUSED,
-        head="cls.predictions.decoder.weight" if older else None,
-    )
-
-
-def _embedding_weights(model: ModelSpec) -> list[Entry]:
+def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable:
+    """The weights of a model of DeBERTa's kind, given the names in its layers and what it has beside BERT's parts."""
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
-    if model.encoder.embedding.projection is None:
-        return []
-    return linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)
+    newer = isinstance(model.head, MaskedLm) and model.head.width is not None
+    heads = replace(HEADS, masked=NEWER, masked_bias=None) if newer else HEADS
+    if model.encoder.embedding.projection is not None:
+        more = [*more, *linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)]
+    names = EncoderNames(stem="deberta", layer=layer, heads=heads, unread=(), renamed=())
+    found = encoder_table(model, names, tuple(more))
+    # The newer head has no matrix that may be stored beside the token table.
+    return replace(found, head=None) if newer else found
 
 
 def _own_weights(model: ModelSpec) -> list[Entry]:
-    """What a stack has beside BERT's parts."""
+    """The weights of a stack beside BERT's parts."""
     stack = model.encoder
     assert stack is not None
     entries: list[Entry] = []
@@ -234,29 +209,6 @@ def _own_weights(model: ModelSpec) -> list[Entry]:
             if position.position_to_content:
                 entries += linear(f"{target}.distance_queries", f"{source}.pos_query_proj", True, 0)
     return entries
-
-
-def _head_weights(model: ModelSpec) -> list[Entry]:
-    match model.head:
-        case MaskedLm(width=None) as part:
-            older = "cls.predictions"
-            return masked_lm_weights(
-                part,
-                dense=f"{older}.transform.dense",
-                layer_norm=f"{older}.transform.LayerNorm",
-                output=f"{older}.decoder",
-                bias=f"{older}.bias",
-            )
-        case MaskedLm() as part:
-            newer = "lm_predictions.lm_head"
-            return masked_lm_weights(part, dense=f"{newer}.dense", layer_norm=f"{newer}.LayerNorm", output=newer)
-        case AnswerSpan():
-            return answer_weights()
-        case Classifier(pooling=None):
-            return token_weights("classifier")
-        case Classifier():
-            return first_token_weights("pooler.dense", "classifier")
-    return []
 
 
 FAMILY = Family(

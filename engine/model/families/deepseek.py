@@ -4,31 +4,29 @@ none (arXiv:2405.04434, arXiv:2412.19437)."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import (
     activation,
     corrected,
-    decoder_table,
-    gated,
+    gated_network,
     groups_of,
     linear,
+    network_counts,
     norm,
-    plain_decoder,
-    projected_experts,
     rotary,
     routed,
 )
+from engine.model.families.decoder import decoder, pairs
+from engine.model.families.names import DecoderNames
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Block, Corrected, FeedForward, Gated, GroupLimited, Latent, ModelSpec, Shared
-from engine.model.table import Entry, Family, OfHeads, WeightTable
+from engine.model.spec import Attention, Corrected, FeedForward, Gated, GroupLimited, Latent, Shared
+from engine.model.table import Entry, OfHeads
 
 
-def spec(config: Any) -> ModelSpec:
-    second = config.model_type == "deepseek_v2"
-    _refuse_others(config, second)
+def _attention(config: Any) -> Attention:
+    second = _second(config)
     turned, content = config.qk_rope_head_dim, config.qk_nope_head_dim
     latent = Latent(
         width=config.kv_lora_rank,
@@ -38,7 +36,7 @@ def spec(config: Any) -> ModelSpec:
         norm=Norm("rms", 1e-6),  # whatever the others have
         query_width=config.q_lora_rank,
     )
-    attention = Attention(
+    return Attention(
         heads=config.num_attention_heads,
         kv_heads=1,
         head_dim=latent.width + turned,
@@ -48,16 +46,26 @@ def spec(config: Any) -> ModelSpec:
         out_bias=config.attention_bias,
         latent=latent,
     )
+
+
+def _networks(config: Any) -> list[FeedForward]:
+    """The first layers have no experts."""
     first = config.first_k_dense_replace or 0
-    bias = second and config.mlp_bias
-    networks: list[FeedForward] = [Gated(config.intermediate_size, activation(config.hidden_act), bias)] * first
+    bias = _second(config) and config.mlp_bias
+    networks: list[FeedForward] = [gated_network(config, bias=bias)] * first
     if first < config.num_hidden_layers:
-        networks += [_experts(config, second, bias)] * (config.num_hidden_layers - first)
-    return plain_decoder(config, [attention] * config.num_hidden_layers, networks[: config.num_hidden_layers])
+        networks += [_experts(config, _second(config), bias)] * (config.num_hidden_layers - first)
+    return networks[: config.num_hidden_layers]
 
 
-def _refuse_others(config: Any, second: bool) -> None:
+def _second(config: Any) -> bool:
+    second: bool = config.model_type == "deepseek_v2"
+    return second
+
+
+def _refuse_others(config: Any) -> None:
     """Raises UnsupportedModelError for settings that the reference does not compute."""
+    second = _second(config)
     methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
     heads, turned = config.num_attention_heads, config.qk_rope_head_dim
     expected: list[tuple[str, object, tuple[object, ...]]] = [
@@ -76,7 +84,7 @@ def _refuse_others(config: Any, second: bool) -> None:
 
 
 def _stretched(config: Any) -> float:
-    """What queries and keys are multiplied by each, by `mscale_all_dim` of a scaling of rotary frequencies."""
+    """The factor of both queries and keys, by `mscale_all_dim` of a scaling of rotary frequencies."""
     settings: dict[str, Any] = config.rope_parameters or {}
     weight: Any = settings.get("mscale_all_dim")
     if settings.get("rope_type", "default") == "default" or not weight:
@@ -91,12 +99,7 @@ def _stretched(config: Any) -> float:
 
 
 def _experts(config: Any, second: bool, bias: bool) -> FeedForward:
-    count, shared, act = config.n_routed_experts, config.n_shared_experts, activation(config.hidden_act)
-    if not count or not shared:
-        raise UnsupportedModelError(
-            "n_routed_experts and n_shared_experts of the config must be at least 1 where layers have experts (see "
-            f"first_k_dense_replace); got {count} and {shared}."
-        )
+    (count, shared), act = network_counts(config), activation(config.hidden_act)
     routing: GroupLimited | Corrected
     if not second:
         routing = corrected(config, count)
@@ -114,23 +117,10 @@ def _experts(config: Any, second: bool, bias: bool) -> FeedForward:
     return Shared(experts, Gated(config.moe_intermediate_size * shared, act, bias))
 
 
-def _layer(target: str, source: str, block: Block) -> list[Entry]:
-    inner, stored = f"{target}.ffn.inner", f"{source}.mlp"
-    entries = _attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention)
-    match block.ffn:
-        case Shared(part, Gated() as always):
-            chosen_by = "gate.e_score_correction_bias" if isinstance(part.routing, Corrected) else None
-            entries += projected_experts(f"{inner}.routed", stored, part, chosen_by)
-            entries += gated(f"{inner}.always", f"{stored}.shared_experts", always)
-        case Gated():
-            entries += gated(inner, stored, block.ffn)
-    return entries
-
-
-def _attention(target: str, source: str, part: Attention) -> list[Entry]:
+def _latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     latent = part.latent
     assert latent is not None
-    queries = "q_proj"
+    source, queries = f"{layer}.self_attn", "q_proj"
     entries: list[Entry] = []
     if latent.query_width is not None:
         queries = "q_b_proj"
@@ -148,18 +138,12 @@ def _attention(target: str, source: str, part: Attention) -> list[Entry]:
     ]
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    table = decoder_table(model, _layer)
-    # Layers after the last guess the tokens after the next, which transformers leaves unread, too.
-    return replace(table, ignored=(*table.ignored, rf"model\.layers\.{len(model.decoder.blocks)}\..*"))
-
-
-FAMILY = Family(
-    name="DeepSeek V2 and V3",
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model", "DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    headless=("DeepseekV2Model", "DeepseekV3Model"),
-    brings="latent attention (MLA) with one cached vector per token, MoE with expert groups",
-    spec=spec,
-    weights=weights,
+FAMILY = decoder(
+    "DeepSeek V2 and V3",
+    pairs("DeepseekV2", "DeepseekV3"),
+    "latent attention (MLA) with one cached vector per token, MoE with expert groups",
+    attention=_attention,
+    ffn=_networks,
+    refuse=_refuse_others,
+    names=DecoderNames(attention=_latent_weights, guesses=True),
 )

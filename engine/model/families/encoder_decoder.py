@@ -1,74 +1,121 @@
-"""What BART and its relatives share: one config, one set of names, and few places where they differ."""
+"""A family of BART's kind as a row of a table: the places where it differs, read from a config.
+
+`encoder_decoders.py` holds the rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
+from engine.interface.outputs import RepeatedInput
+from engine.model.families.common import activation, multi_head, output_table, token_tables
+from engine.model.families.names import StackNames, stack_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, Positions, SpannedSinusoidal
-from engine.model.sinusoidal import fixed_vectors
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
-from engine.model.table import Entry, Row, WeightTable
+from engine.model.spec import Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
+from engine.model.table import Entry, Family, Row, WeightTable
 
 NORM = Norm("layer", 1e-5, bias=True)
 COPIES = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 
 
-def spec(
-    config: Any,
-    positions: Positions,
+def both(*names: str) -> tuple[str, ...]:
+    """BartForConditionalGeneration and BartModel for Bart."""
+    return tuple(f"{name}{kind}" for name in names for kind in ("ForConditionalGeneration", "Model"))
+
+
+def encoder_decoder(
+    name: str,
+    architectures: tuple[str, ...],
+    brings: str,
     *,
+    positions: Callable[[Any], Positions],
     pre: bool,
     embedding_norm: bool,
     head_bias: bool = True,
-    vocabularies: tuple[int, int] | None = None,
-) -> ModelSpec:
-    """The parts of an encoder-decoder config.
+    attention_bias: Callable[[Any], bool] = lambda config: True,
+    vocabularies: Callable[[Any], tuple[int, int] | None] = lambda config: None,
+    reads: Callable[[Any, Stack], Stack] = lambda config, encoder: encoder,
+    writes: Callable[[Any, Stack], Stack] = lambda config, decoder: decoder,
+    refuse: Callable[[Any], None] | None = None,
+    output: str = "lm_head",
+    more: Callable[[ModelSpec], list[Entry]] = lambda model: [],
+    renamed: tuple[tuple[str, str], ...] = (),
+    repeats: Callable[[Any], RepeatedInput] | None = None,
+) -> Family:
+    """The family of these encoder-decoders.
 
     Args:
+        name, architectures, brings, repeats: see `Family`.
         positions: added to the embeddings of both stacks.
         pre: norms stand before the sublayers, and one after the last layer; else after each residual.
         embedding_norm: the embeddings are normalised.
-        head_bias: the logits have a bias.
+        head_bias, attention_bias: the logits have a bias, and attention has biases.
         vocabularies: sizes of the encoder's and of the decoder's own one, None where both stacks have one table.
-
-    Raises:
-        UnsupportedModelError: a setting that the architecture has no place for.
+        reads, writes: the encoder and the decoder, given what BART would have.
+        refuse: raises UnsupportedModelError for further settings that no part expresses.
+        output: the name of the output matrix.
+        more: the entries of what BART does not have.
+        renamed: older names (`WeightTable.renamed`).
     """
-    _check(config, positions, pre=pre, embedding_norm=embedding_norm)
-    read, written = vocabularies or (config.vocab_size, config.vocab_size)
 
-    def stack(name: str, vocab_size: int) -> Stack:
-        crosses = name == "decoder"
-        heads = getattr(config, f"{name}_attention_heads")
-        attention = _attention(config, heads, causal=crosses)
-        second = NORM if crosses else None
-        block = Block(
-            placement=Pre(NORM, NORM, second) if pre else Post(NORM, NORM, second),
-            attention=attention,
-            cross=_attention(config, heads, causal=False) if crosses else None,
-            ffn=Dense(getattr(config, f"{name}_ffn_dim"), activation(config.activation_function), bias=True),
-        )
-        return Stack(
-            hidden_size=config.d_model,
-            embedding=Tokens(
-                vocab_size=vocab_size,
-                width=config.d_model,
-                scale=config.d_model**0.5 if getattr(config, "scale_embedding", False) else 1.0,
-                positions=positions,
-                norm=NORM if embedding_norm else None,
-            ),
-            blocks=(block,) * getattr(config, f"{name}_layers"),
-            final_norm=NORM if pre else None,
+    def spec(config: Any) -> ModelSpec:
+        if refuse is not None:
+            refuse(config)
+        own = positions(config)
+        _check(config, own, pre=pre, embedding_norm=embedding_norm)
+        sizes = vocabularies(config)
+        placed = partial(_stack, config, own, pre=pre, embedding_norm=embedding_norm, bias=attention_bias(config))
+        read, written = sizes or (config.vocab_size, config.vocab_size)
+        return ModelSpec(
+            encoder=reads(config, placed("encoder", read)),
+            decoder=writes(config, placed("decoder", written)),
+            head=Lm(tied=config.tie_word_embeddings, bias=head_bias),
+            shared_tokens=sizes is None,
         )
 
-    return ModelSpec(
-        encoder=stack("encoder", read),
-        decoder=stack("decoder", written),
-        head=Lm(tied=config.tie_word_embeddings, bias=head_bias),
-        shared_tokens=vocabularies is None,
+    def table(model: ModelSpec) -> WeightTable:
+        found = weights(model, output)
+        return replace(found, entries=(*found.entries, *more(model)), renamed=renamed)
+
+    return Family(
+        name=name,
+        architectures=architectures,
+        headless=tuple(one for one in architectures if one.endswith("Model") and not one.endswith("MTModel")),
+        brings=brings,
+        spec=spec,
+        weights=table,
+        repeats=repeats,
+    )
+
+
+def _stack(
+    config: Any, positions: Positions, side: str, vocab_size: int, *, pre: bool, embedding_norm: bool, bias: bool
+) -> Stack:
+    crosses = side == "decoder"
+    attention = multi_head(config, heads=getattr(config, f"{side}_attention_heads"), causal=crosses, bias=bias)
+    second = NORM if crosses else None
+    block = Block(
+        placement=Pre(NORM, NORM, second) if pre else Post(NORM, NORM, second),
+        attention=attention,
+        cross=replace(attention, causal=False) if crosses else None,
+        ffn=Dense(getattr(config, f"{side}_ffn_dim"), activation(config.activation_function), bias=True),
+    )
+    return Stack(
+        hidden_size=config.d_model,
+        embedding=Tokens(
+            vocab_size=vocab_size,
+            width=config.d_model,
+            scale=config.d_model**0.5 if getattr(config, "scale_embedding", False) else 1.0,
+            positions=positions,
+            norm=NORM if embedding_norm else None,
+        ),
+        blocks=(block,) * getattr(config, f"{side}_layers"),
+        final_norm=NORM if pre else None,
     )
 
 
@@ -111,19 +158,6 @@ def fixed_after_padding(config: Any) -> SpannedSinusoidal:
     return SpannedSinusoidal(config.max_position_embeddings + first, offset=first, unplaced=padding)
 
 
-def _attention(config: Any, heads: int, *, causal: bool) -> Attention:
-    head_dim = config.d_model // heads
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        causal=causal,
-        qkv_bias=True,
-        out_bias=True,
-    )
-
-
 def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     """Names of all tensors, as every relative has them.
 
@@ -137,7 +171,8 @@ def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     if model.head.bias:
         # Models that were never resized may leave their bias of zeros out.
         entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
-    entries += stack_weights("encoder", model.encoder) + stack_weights("decoder", model.decoder)
+    for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        entries += stack_weights(side, stack, replace(FAIRSEQ, stem=f"model.{side}"))
     return WeightTable(
         tuple(entries),
         prefix="model.",
@@ -152,38 +187,16 @@ def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     )
 
 
-def stack_weights(name: str, stack: Stack) -> list[Entry]:
-    """Names of what a stack has besides its token table."""
-    entries: list[Entry] = []
-    source = f"model.{name}"
-    assert isinstance(stack.embedding, Tokens)
-    if stack.embedding.positions is not None:
-        fixed = fixed_vectors(stack.embedding.positions)
-        entries.append(Entry(f"{name}.embedding.positions", (f"{source}.embed_positions.weight",), default=fixed))
-    for ours, part in (("norm", stack.embedding.norm), ("token_norm", stack.embedding.token_norm)):
-        if part is not None:
-            entries += norm(f"{name}.embedding.{ours}", f"{source}.layernorm_embedding", bias=True)
-    if stack.final_norm is not None:
-        entries += norm(f"{name}.final_norm", f"{source}.layer_norm", bias=True)
-    for i, block in enumerate(stack.blocks):
-        entries += block_weights(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
-    return entries
-
-
-def block_weights(target: str, source: str, block: Block) -> list[Entry]:
-    """A layer as fairseq names it, all of whose feed-forward matrices have biases."""
-    place = "before" if isinstance(block.placement, Pre) else "outer"
-    own = [f"{source}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
-    entries = [
-        *norm(f"{target}.attention.{place}", f"{source}.self_attn_layer_norm", bias=True),
-        *qkv(f"{target}.attention.inner.qkv", (own[0], own[1], own[2]), block.attention),
-        *linear(f"{target}.attention.inner.out", own[3], block.attention.out_bias, 1),
-        *norm(f"{target}.ffn.{place}", f"{source}.final_layer_norm", bias=True),
-        *linear(f"{target}.ffn.inner.up", f"{source}.fc1", True, 0),
-        *linear(f"{target}.ffn.inner.down", f"{source}.fc2", True, 1),
-    ]
-    if block.cross is not None:
-        q, k, v, out = (f"{source}.encoder_attn.{name}_proj" for name in ("q", "k", "v", "out"))
-        entries += norm(f"{target}.cross.{place}", f"{source}.encoder_attn_layer_norm", bias=True)
-        entries += cross(f"{target}.cross.inner", (q, k, v, out), block.cross)
-    return entries
+# A stack as fairseq names it, without its token table.
+FAIRSEQ = StackNames(
+    tokens="",
+    positions="embed_positions.weight",
+    embedding_norm="layernorm_embedding",
+    final_norm="layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    cross=("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj", "encoder_attn.out_proj"),
+    cross_norm="encoder_attn_layer_norm",
+    ffn=("fc1", "fc2"),
+)

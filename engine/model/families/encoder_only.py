@@ -1,19 +1,19 @@
-"""What encoder-only families have in common: BERT's stack under their own names for it, and the usual heads."""
+"""The common part of encoder-only families: BERT's stack and the usual heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import even_head_dim, linear, norm, qkv
+from engine.model.families.common import activation as activation_of
+from engine.model.families.common import dense_network, linear, multi_head, norm
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets, Rotary
 from engine.model.spec import (
     Activation,
     AnswerSpan,
-    Attention,
     Block,
     Classifier,
     Dense,
@@ -27,9 +27,6 @@ from engine.model.spec import (
     Tokens,
 )
 from engine.model.table import Entry
-
-# How checkpoints converted from TensorFlow name what norms hold.
-OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
 
 def check_settings(config: Any, positions: str = "absolute") -> None:
@@ -76,35 +73,30 @@ def positions_after_padding(config: Any, padding: int | None) -> Learned:
 
 
 def post_norm_encoder(
+    config: Any,
     embedding: Tokens,
-    *,
-    hidden_size: int,
-    layers: int,
-    heads: int,
-    ffn: Dense,
     layer_norm: Norm,
+    *,
+    ffn: Dense | None = None,
     shared_bias: RelativeBuckets | None = None,
 ) -> Stack:
     """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805).
 
+    Args:
+        ffn: None: a network of intermediate_size and hidden_act.
+
     Raises:
         UnsupportedModelError: the heads cannot share hidden_size evenly.
     """
-    head_dim = even_head_dim(hidden_size, heads)
-    attention = Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
+    block = Block(
+        placement=Post(layer_norm, layer_norm),
+        attention=multi_head(config, causal=False),
+        ffn=ffn or dense_network(config),
     )
-    block = Block(placement=Post(layer_norm, layer_norm), attention=attention, ffn=ffn)
     return Stack(
-        hidden_size=hidden_size,
+        hidden_size=config.hidden_size,
         embedding=embedding,
-        blocks=(block,) * layers,
+        blocks=(block,) * config.num_hidden_layers,
         final_norm=None,
         shared_bias=shared_bias,
     )
@@ -125,7 +117,7 @@ def turned(encoder: Stack, theta: float, *, interleaved: bool = False, in_float3
     head_dim = encoder.blocks[0].attention.head_dim
     if head_dim % 2:
         raise UnsupportedModelError(
-            f"The config's heads have {head_dim} features, but what is rotated must be an even number of them."
+            f"The config's heads have {head_dim} features, but rotary positions need an even number."
         )
     position = Rotary(head_dim, theta, interleaved=interleaved, in_float32=in_float32)
     blocks = (replace(block, attention=replace(block.attention, position=position)) for block in encoder.blocks)
@@ -196,55 +188,41 @@ def named_head(
     return token_classifier(config) if name.endswith("ForTokenClassification") else Pool()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNames:
-    """What a family calls the parts of a layer."""
-
-    queries: str
-    keys: str
-    values: str
-    out: str
-    attention_norm: str
-    up: str
-    down: str
-    ffn_norm: str
+def bert_head(config: Any) -> Head:
+    """The head of a config of BERT's kind."""
+    masked = masked_lm(config, activation_of(config.hidden_act), config.layer_norm_eps)
+    return named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining"))
 
 
-BERT_LAYER = LayerNames(
-    queries="attention.self.query",
-    keys="attention.self.key",
-    values="attention.self.value",
-    out="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    ffn_norm="output.LayerNorm",
-)
+def roberta_head(config: Any) -> Head:
+    """The head of a config of RoBERTa's kind: GELU before the vocabulary, whatever hidden_act says."""
+    return named_head(config, masked_lm(config, "gelu", config.layer_norm_eps), "tanh")
 
 
-def stack_weights(
-    model: ModelSpec,
-    source: str,
-    *,
-    layers: str | Callable[[int], str] = "encoder.layer",
-    names: LayerNames = BERT_LAYER,
-    embedding_norm: str = "embeddings.LayerNorm",
-    heads: Callable[[str, str, Attention], list[Entry]] | None = None,
-) -> list[Entry]:
-    """The weights of `post_norm_encoder`, or of `pre_norm` of it, but for the norm at its end.
+def bert_stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
+    """The encoder of a config of BERT's kind.
 
     Args:
-        source: what all names begin with.
-        layers: of its layers, by their numbers.
-        heads: of a layer's queries, keys and values, given our name of the matrix and what the layer's names begin
-            with; None: each has a matrix, by `names`.
+        width: features of the vectors that it begins with, hidden_size by default.
+
+    Raises:
+        UnsupportedModelError: a setting that no part expresses.
     """
-    assert model.encoder is not None
-    entries = embedding_weights(model, source, embedding_norm)
-    for i, block in enumerate(model.encoder.blocks):
-        layer = f"{layers}.{i}" if isinstance(layers, str) else layers(i)
-        entries += layer_weights(i, block, f"{source}.{layer}", names, heads)
-    return entries
+    check_settings(config)
+    layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
+    width = width or config.hidden_size
+    return post_norm_encoder(
+        config,
+        Tokens(
+            vocab_size=config.vocab_size,
+            width=width,
+            positions=positions,
+            token_types=config.type_vocab_size,
+            norm=layer_norm,
+            expansion=None if width == config.hidden_size else config.hidden_size,
+        ),
+        layer_norm,
+    )
 
 
 def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddings.LayerNorm") -> list[Entry]:
@@ -273,32 +251,8 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
     return entries
 
 
-def layer_weights(
-    number: int,
-    block: Block,
-    layer: str,
-    names: LayerNames,
-    heads: Callable[[str, str, Attention], list[Entry]] | None = None,
-) -> list[Entry]:
-    """The weights of a layer that is stored as `layer`; `heads` as in `stack_weights`."""
-    target, place = layer_target(number, block), "before" if isinstance(block.placement, Pre) else "outer"
-    projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
-    return [
-        *(
-            qkv(f"{target}.attention.inner.qkv", projections, block.attention)
-            if heads is None
-            else heads(f"{target}.attention.inner.qkv", layer, block.attention)
-        ),
-        *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
-        *norm(f"{target}.attention.{place}", f"{layer}.{names.attention_norm}", bias=True),
-        *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
-        *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
-        *norm(f"{target}.ffn.{place}", f"{layer}.{names.ffn_norm}", bias=True),
-    ]
-
-
 def layer_target(number: int, block: Block) -> str:
-    """What the names of a layer's parameters begin with; what is beside it is not among them."""
+    """The beginning of the names of a layer's parameters; parameters beside the layer have other names."""
     return f"encoder.blocks.{number}" if block.beside is None else f"encoder.blocks.{number}.inner"
 
 

@@ -80,7 +80,7 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
     kind = inner.get("model_type", "deberta-v2")
     if not isinstance(kind, str) or kind not in ENCODERS:
         raise UnsupportedModelError(
-            f"{file}: model_type of encoder_config is {kind!r}; as encoders are served: {', '.join(ENCODERS)}."
+            f"{file}: model_type of encoder_config is {kind!r}; supported encoders: {', '.join(ENCODERS)}."
         )
     settings = {name: value for name, value in inner.items() if name not in ("model_type", "architectures")}
     from transformers import AutoConfig  # slow to import
@@ -117,9 +117,7 @@ def _refuse_others(file: Path, values: Mapping[str, Any]) -> None:
     for name, served in _SERVED.items():
         value = values.get(name, _DEFAULTS.get(name))
         if value not in served:
-            raise UnsupportedModelError(
-                f"{file}: {name} is {value!r}, of which {' or '.join(map(repr, served))} is implemented."
-            )
+            raise UnsupportedModelError(f"{file}: {name} is {value!r}, but must be {' or '.join(map(repr, served))}.")
 
 
 def entity_head(config: Any) -> LabelledSpans | None:

@@ -7,28 +7,34 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families import roberta
-from engine.model.families.common import norm
-from engine.model.families.encoder_only import (
+from engine.model.families.common import tokens
+from engine.model.families.encoder import (
     BERT_LAYER,
-    OLD_NORMS,
+    KINDS,
+    EncoderNames,
+    encoder,
+    encoder_table,
+    of,
+    roberta_heads,
+)
+from engine.model.families.encoder_only import (
     check_settings,
     positions_after_padding,
     post_norm_encoder,
     pre_norm,
-    stack_weights,
+    roberta_head,
     turned,
 )
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Dense, MaskedLm, MaskedOut, ModelSpec, Tokens
-from engine.model.table import Family, WeightTable
+from engine.model.spec import Dense, MaskedOut, ModelSpec, Stack
+from engine.model.table import WeightTable
 
 # The share of masks in training: 15% of the tokens were chosen, of which 80% became masks.
 _USUAL = 0.15 * 0.8
 
 
-def spec(config: Any) -> ModelSpec:
+def _stack(config: Any) -> Stack:
     kind = config.position_embedding_type
     if kind not in ("absolute", "rotary"):
         raise UnsupportedModelError(
@@ -41,28 +47,17 @@ def spec(config: Any) -> ModelSpec:
     learned: Learned | None = None
     if kind == "absolute":
         learned = positions_after_padding(config, config.pad_token_id)
-    encoder = post_norm_encoder(
-        Tokens(
-            vocab_size=config.vocab_size,
-            width=config.hidden_size,
-            masked_out=MaskedOut(_mask(config), _USUAL) if config.token_dropout else None,
-            positions=learned,
-            norm=layer_norm if config.emb_layer_norm_before else None,
-        ),
-        hidden_size=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        ffn=Dense(config.intermediate_size, "gelu", bias=True),
-        layer_norm=layer_norm,
+    embedding = tokens(
+        config,
+        masked_out=MaskedOut(_mask(config), _USUAL) if config.token_dropout else None,
+        positions=learned,
+        norm=layer_norm if config.emb_layer_norm_before else None,
     )
+    ffn = Dense(config.intermediate_size, "gelu", bias=True)
+    encoder = post_norm_encoder(config, embedding, layer_norm, ffn=ffn)
     if kind == "rotary":
         encoder = turned(encoder, config.rope_theta, in_float32=True)
-    return ModelSpec(
-        encoder=pre_norm(encoder, layer_norm),
-        decoder=None,
-        head=roberta.head_of(config),
-        context_length=None if learned is None else learned.size - learned.offset,
-    )
+    return pre_norm(encoder, layer_norm)
 
 
 def _mask(config: Any) -> int:
@@ -75,35 +70,31 @@ def _mask(config: Any) -> int:
     return mask
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    names = replace(BERT_LAYER, attention_norm="attention.LayerNorm", ffn_norm="LayerNorm")
-    entries = [
-        *stack_weights(model, "esm", names=names, embedding_norm="embeddings.layer_norm"),
-        *norm("encoder.final_norm", "esm.encoder.emb_layer_norm_after", bias=True),
-    ]
-    more, ignored = roberta.head_weights(model, "esm")
-    if isinstance(model.head, MaskedLm):
-        # The bias stands beside the matrix, which has none.
-        more = [e for e in more if e.sources != ("lm_head.decoder.bias",)]
-    return WeightTable(
-        tuple(entries + more),
-        prefix="esm.",
-        ignored=(
-            *ignored,
-            # Frequencies, and a head that predicts contacts, which older checkpoints of all kinds store.
-            r"esm\.(encoder\.layer\.[\d*]+\.attention\.self\.)?rotary_embeddings\.inv_freq",
-            r"esm\.(contact_head\..*|embeddings\.position_embeddings\.weight)",
-        ),
-        renamed=OLD_NORMS,
-        head="lm_head.decoder.weight" if isinstance(model.head, MaskedLm) else None,
-    )
+NAMES = EncoderNames(
+    stem="esm",
+    embedding_norm="embeddings.layer_norm",
+    layer=replace(BERT_LAYER, norms=("attention.LayerNorm", "LayerNorm")),
+    final_norm="encoder.emb_layer_norm_after",
+    heads=roberta_heads("esm"),
+    unread=(
+        # Frequencies, and a head that predicts contacts, which older checkpoints of all kinds store.
+        r"(encoder\.layer\.[\d*]+\.attention\.self\.)?rotary_embeddings\.inv_freq",
+        r"(contact_head\..*|embeddings\.position_embeddings\.weight)",
+    ),
+)
 
 
-FAMILY = Family(
-    name="ESM",
-    architectures=tuple(f"Esm{kind}" for kind in roberta.KINDS),
-    brings="encoder for proteins, norms before sublayers, embeddings scaled by the share of masks",
-    spec=spec,
-    weights=weights,
+def _weights(model: ModelSpec) -> WeightTable:
+    table = encoder_table(model, NAMES)
+    # The bias stands beside the matrix of a masked-language-model head, which has none.
+    return replace(table, entries=tuple(e for e in table.entries if e.sources != ("lm_head.decoder.bias",)))
+
+
+FAMILY = encoder(
+    "ESM",
+    of(KINDS, "Esm"),
+    "encoder for proteins, norms before sublayers, embeddings scaled by the share of masks",
+    stack=_stack,
+    head=roberta_head,
+    weights=_weights,
 )

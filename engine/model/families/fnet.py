@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from engine.model.families import bert
-from engine.model.families.common import activation, linear, norm
-from engine.model.families.encoder_only import check_settings, embedding_weights
+from engine.model.families.common import dense_network, tokens
+from engine.model.families.encoder import BERT_LAYER, PRETRAINED, TABLES, EncoderNames, encoder, of
+from engine.model.families.encoder_only import bert_head, check_settings
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import NO_ATTENTION, Block, Dense, Fourier, ModelSpec, Post, Stack, Tokens
-from engine.model.table import Family, WeightTable
+from engine.model.spec import NO_ATTENTION, Block, Fourier, Post, Stack
 
 
-def spec(config: Any) -> ModelSpec:
+def _stack(config: Any) -> Stack:
     # With use_tpu_fourier_optimizations the same transform is computed by other means.
     check_settings(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
@@ -21,13 +21,12 @@ def spec(config: Any) -> ModelSpec:
         placement=Post(layer_norm, layer_norm),
         attention=NO_ATTENTION,
         mixing=Fourier(),
-        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+        ffn=dense_network(config),
     )
-    encoder = Stack(
+    return Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(
-            vocab_size=config.vocab_size,
-            width=config.hidden_size,
+        embedding=tokens(
+            config,
             positions=Learned(config.max_position_embeddings),
             token_types=config.type_vocab_size,
             norm=layer_norm,
@@ -36,38 +35,23 @@ def spec(config: Any) -> ModelSpec:
         blocks=(block,) * config.num_hidden_layers,
         final_norm=None,
     )
-    return ModelSpec(encoder=encoder, decoder=None, head=bert.head_of(config))
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    entries = embedding_weights(model, "fnet")
-    entries += linear("encoder.embedding.expansion", "fnet.embeddings.projection", True, 0)
-    for i in range(len(model.encoder.blocks)):
-        target, source = f"encoder.blocks.{i}", f"fnet.encoder.layer.{i}"
-        entries += [
-            *norm(f"{target}.attention.outer", f"{source}.fourier.output.LayerNorm", bias=True),
-            *linear(f"{target}.ffn.inner.up", f"{source}.intermediate.dense", True, 0),
-            *linear(f"{target}.ffn.inner.down", f"{source}.output.dense", True, 1),
-            *norm(f"{target}.ffn.outer", f"{source}.output.LayerNorm", bias=True),
-        ]
-    more, ignored = bert.head_weights(model, "fnet")
-    return WeightTable(
-        tuple(entries + more),
-        prefix="fnet.",
-        ignored=(
-            *ignored,
-            r"fnet\.embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)",
-            r"fnet\.encoder\.layer\.\d+\.fourier\.self\.dft_mat_(hidden|seq)",
+FAMILY = encoder(
+    "FNet",
+    of(PRETRAINED, "FNet"),
+    "BERT's encoder with Fourier transforms instead of attention",
+    stack=_stack,
+    head=bert_head,
+    names=EncoderNames(
+        stem="fnet",
+        expansion="embeddings.projection",
+        layer=replace(
+            BERT_LAYER,
+            norms=("fourier.output.LayerNorm", "output.LayerNorm"),
+            attention=lambda target, source, part: [],
         ),
-        head=bert.masked_table(model),
-    )
-
-
-FAMILY = Family(
-    name="FNet",
-    architectures=tuple(f"FNet{kind}" for kind in bert.KINDS),
-    brings="BERT's encoder with Fourier transforms instead of attention",
-    spec=spec,
-    weights=weights,
+        unread=(TABLES, r"encoder\.layer\.\d+\.fourier\.self\.dft_mat_(hidden|seq)"),
+        renamed=(),
+    ),
 )

@@ -1,4 +1,4 @@
-"""What kind of model a config describes that no family knows, as far as its settings tell."""
+"""The kind of model that a config describes that no family knows, as far as its settings tell."""
 
 from __future__ import annotations
 

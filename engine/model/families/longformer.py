@@ -7,32 +7,25 @@ from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.bert import stack
 from engine.model.families.common import qkv
-from engine.model.families.encoder_only import OLD_NORMS, positions_after_padding, question_end, stack_weights
-from engine.model.families.roberta import head_of, head_weights
-from engine.model.spec import BeforeToken, FirstToken, GlobalTokens, MaskedLm, ModelSpec
-from engine.model.table import Family, WeightTable
+from engine.model.families.encoder import ANSWERING, EncoderNames, encoder, encoder_table, of, roberta_heads
+from engine.model.families.encoder_only import bert_stack, positions_after_padding, question_end, roberta_head
+from engine.model.spec import BeforeToken, Block, FirstToken, GlobalTokens, ModelSpec, Stack
+from engine.model.table import Entry, WeightTable
 
 
-def spec(config: Any) -> ModelSpec:
-    positions = positions_after_padding(config, config.pad_token_id)
-    encoder = stack(config, positions)
+def _stack(config: Any) -> Stack:
+    encoder = bert_stack(config, positions_after_padding(config, config.pad_token_id))
     chosen = _global_tokens(config)
     blocks = tuple(
         replace(block, attention=replace(block.attention, window=window, global_tokens=chosen))
         for block, window in zip(encoder.blocks, windows(config, len(encoder.blocks)), strict=True)
     )
-    return ModelSpec(
-        encoder=replace(encoder, blocks=blocks),
-        decoder=None,
-        head=head_of(config),
-        context_length=positions.size - positions.offset,
-    )
+    return replace(encoder, blocks=blocks)
 
 
 def windows(config: Any, layers: int) -> list[Window]:
-    """What each layer sees: half of `attention_window` to either side.
+    """The window of each layer: half of `attention_window` to either side.
 
     Raises:
         UnsupportedModelError: the setting does not say that of each layer.
@@ -57,33 +50,29 @@ def _global_tokens(config: Any) -> GlobalTokens | None:
     return GlobalTokens(BeforeToken(question_end(config)))
 
 
-def weights(model: ModelSpec) -> WeightTable:
+def global_weights(block: Block, target: str, source: str) -> list[Entry]:
+    """The projections for global tokens of a layer's attention, given our name of it and the stored one."""
+    names = (f"{source}.query_global", f"{source}.key_global", f"{source}.value_global")
+    return qkv(f"{target}.attention.inner.global_qkv", names, block.attention)
+
+
+def _weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
-    entries, ignored = head_weights(model, "longformer")
-    entries += stack_weights(model, "longformer")
+    more: list[Entry] = []
     for i, block in enumerate(model.encoder.blocks):
-        source = f"longformer.encoder.layer.{i}.attention.self"
-        names = (f"{source}.query_global", f"{source}.key_global", f"{source}.value_global")
         if block.attention.global_tokens is not None:
-            entries += qkv(f"encoder.blocks.{i}.attention.inner.global_qkv", names, block.attention)
-    if model.encoder.blocks[0].attention.global_tokens is None:
-        ignored += (r"longformer\.encoder\.layer\.\d+\.attention\.self\.(query|key|value)_global\..*",)
-    return WeightTable(
-        tuple(entries),
-        prefix="longformer.",
-        renamed=OLD_NORMS,
-        ignored=ignored,
-        head="lm_head.decoder.weight" if isinstance(model.head, MaskedLm) else None,
-    )
+            more += global_weights(block, f"encoder.blocks.{i}", f"longformer.encoder.layer.{i}.attention.self")
+    unread = () if more else (r"encoder\.layer\.\d+\.attention\.self\.(query|key|value)_global\..*",)
+    names = EncoderNames(stem="longformer", heads=roberta_heads("longformer"), unread=unread)
+    return encoder_table(model, names, tuple(more))
 
 
-_KINDS = ("Model", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
-
-FAMILY = Family(
-    name="Longformer",
-    architectures=tuple(f"Longformer{kind}" for kind in _KINDS),
+FAMILY = encoder(
+    "Longformer",
+    of(("Model", *ANSWERING[:-1]), "Longformer"),
+    "long texts: sliding windows, global tokens with their own projections",
     headless=("LongformerModel",),
-    brings="long texts: sliding windows, global tokens with their own projections",
-    spec=spec,
-    weights=weights,
+    stack=_stack,
+    head=roberta_head,
+    weights=_weights,
 )

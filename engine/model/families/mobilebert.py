@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families import bert
 from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
-from engine.model.families.encoder_only import check_settings, embedding_weights
+from engine.model.families.encoder import PRETRAINED, TABLES, bert_heads, head_kind, head_weights, of
+from engine.model.families.encoder_only import bert_head, check_settings, embedding_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import (
@@ -67,7 +67,7 @@ def spec(config: Any) -> ModelSpec:
         blocks=(block,) * config.num_hidden_layers,
         final_norm=None,
     )
-    head = bert.head_of(config)
+    head = bert_head(config)
     match head:
         case MaskedLm():
             head = replace(head, width=config.hidden_size, beyond=config.hidden_size - config.embedding_size)
@@ -84,7 +84,7 @@ def _check(config: Any) -> None:
     """
     if not config.use_bottleneck:
         raise UnsupportedModelError(
-            "use_bottleneck of the config must be true: layers without one are not implemented."
+            "use_bottleneck of the config must be true: layers without a bottleneck are not implemented."
         )
     if config.normalization_type != "no_norm":
         raise UnsupportedModelError(
@@ -116,7 +116,8 @@ def weights(model: ModelSpec) -> WeightTable:
         ]
     for i, block in enumerate(model.encoder.blocks):
         entries += _layer(f"encoder.blocks.{i}", f"mobilebert.encoder.layer.{i}", block)
-    more, ignored = bert.head_weights(model, "mobilebert")
+    heads = bert_heads("mobilebert")
+    more = head_weights(model.head, heads)
     match model.head:
         case MaskedLm(beyond=beyond) if beyond:
             more.append(Entry("head.beyond.weight", ("cls.predictions.dense.weight",), Transposed(), shard_axis=0))
@@ -126,13 +127,13 @@ def weights(model: ModelSpec) -> WeightTable:
         tuple(entries + more),
         prefix="mobilebert.",
         ignored=(
-            *ignored,
-            r"mobilebert\.embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)",
+            *heads.unread.get(head_kind(model.head), ()),
+            rf"mobilebert\.{TABLES}",
             r"mobilebert\.embeddings\.embedding_transformation\..*",
             r"mobilebert\.encoder\.layer\.\d+\.bottleneck\.attention\..*",
             r"cls\.predictions\.dense\.weight",
         ),
-        head=bert.masked_table(model),
+        head="cls.predictions.decoder.weight" if isinstance(model.head, MaskedLm) else None,
     )
 
 
@@ -175,7 +176,7 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
 
 FAMILY = Family(
     name="MobileBERT",
-    architectures=tuple(f"MobileBert{kind}" for kind in bert.KINDS),
+    architectures=of(PRETRAINED, "MobileBert"),
     brings="bottleneck layers, embeddings from three neighbouring tokens, norms without statistics",
     spec=spec,
     weights=weights,

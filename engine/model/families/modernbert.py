@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
+from engine.model.families.common import activation, even_head_dim, linear, multi_head, rotary, tokens
 from engine.model.families.encoder_only import answer_span
+from engine.model.families.names import StackNames, norm_weights, stack_weights
 from engine.model.normalisation import Norm
 from engine.model.spec import (
     AnswerSpan,
-    Attention,
     Block,
     Classifier,
     Gated,
@@ -22,9 +22,8 @@ from engine.model.spec import (
     Pool,
     Pre,
     Stack,
-    Tokens,
 )
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -40,22 +39,17 @@ def block_norm(config: Any) -> Norm:
 
 def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, causal: bool) -> Stack:
     """The layers, with the window of each, of ModernBERT and of its decoder."""
-    heads = config.num_attention_heads
-    head_dim = even_head_dim(config.hidden_size, heads)
+    head_dim = even_head_dim(config.hidden_size, config.num_attention_heads)
     blocks = tuple(
         Block(
             # The embedding's own norm stands before the first attention.
             placement=Pre(attention=layer_norm if layer else None, ffn=layer_norm),
-            attention=Attention(
-                heads=heads,
-                kv_heads=heads,
-                head_dim=head_dim,
-                scale=head_dim**-0.5,
+            attention=multi_head(
+                config,
                 position=rotary(config, head_dim, layer_type, in_float32=True),
                 causal=causal,
                 window=window,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
+                bias=config.attention_bias,
             ),
             ffn=Gated(config.intermediate_size, activation(config.hidden_activation), bias=config.mlp_bias),
         )
@@ -63,7 +57,7 @@ def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, ca
     )
     return Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, norm=layer_norm),
+        embedding=tokens(config, norm=layer_norm),
         blocks=blocks,
         final_norm=layer_norm,
     )
@@ -115,13 +109,12 @@ def _head(config: Any, layer_norm: Norm) -> Head:
 
 def weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
-    norm_bias = has_norm_bias(model.encoder)
-    entries = stack_weights("encoder", model.encoder, _fused)
+    entries = stack_weights("encoder", model.encoder, NAMES)
     head, ignored = model.head, []
     match head:
         case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias) | AnswerSpan(dense_bias=dense_bias):
             entries += linear("head.dense", "head.dense", dense_bias, 0)
-            entries += norm("head.norm", "head.norm", bias=norm_bias)
+            entries += norm_weights("head.norm", "head.norm", model.encoder.final_norm)
         case _:
             ignored = [r"(head|decoder|classifier)\..*"]
     match head:
@@ -133,47 +126,16 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
 
 
-def _fused(target: str, source: str, part: Attention) -> list[Entry]:
-    return linear(target, f"{source}.Wqkv", part.qkv_bias, 0)
-
-
-def stack_weights(
-    side: str, layers: Stack, projections: Callable[[str, str, Attention], Iterable[Entry]]
-) -> list[Entry]:
-    """What all but the head reads.
-
-    Args:
-        side: `encoder` or `decoder`, as the parameters' names begin.
-        projections: gives, of the parameter's name, the name of an attention's module and the attention, what is read
-            of queries, keys and values.
-    """
-    norm_bias = has_norm_bias(layers)
-    entries = [
-        Entry(f"{side}.embedding.tokens", ("model.embeddings.tok_embeddings.weight",), shard_axis=0),
-        *norm(f"{side}.embedding.norm", "model.embeddings.norm", bias=norm_bias),
-        *norm(f"{side}.final_norm", "model.final_norm", bias=norm_bias),
-    ]
-    for i, block in enumerate(layers.blocks):
-        target, source = f"{side}.blocks.{i}", f"model.layers.{i}"
-        part = block.attention
-        assert isinstance(block.placement, Pre)
-        assert isinstance(block.ffn, Gated)
-        if block.placement.attention is not None:
-            entries += norm(f"{target}.attention.before", f"{source}.attn_norm", bias=norm_bias)
-        entries += [
-            *projections(f"{target}.attention.inner.qkv", f"{source}.attn", part),
-            *linear(f"{target}.attention.inner.out", f"{source}.attn.Wo", part.out_bias, 1),
-            *norm(f"{target}.ffn.before", f"{source}.mlp_norm", bias=norm_bias),
-            # What is activated comes first, as in our own matrix.
-            *linear(f"{target}.ffn.inner.gate_up", f"{source}.mlp.Wi", block.ffn.bias, 0),
-            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.Wo", block.ffn.bias, 1),
-        ]
-    return entries
-
-
-def has_norm_bias(layers: Stack) -> bool:
-    assert layers.final_norm is not None
-    return layers.final_norm.bias
+# A fused gate and up matrix has what is activated first, as in our own matrix.
+NAMES = StackNames(
+    tokens="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    final_norm="final_norm",
+    qkv="attn.Wqkv",
+    out="attn.Wo",
+    norms=("attn_norm", "mlp_norm"),
+    ffn=("mlp.Wi", "mlp.Wo"),
+)
 
 
 FAMILY = Family(

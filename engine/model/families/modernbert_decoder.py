@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, layer_windows, linear, norm, qkv
-from engine.model.families.modernbert import block_norm, has_norm_bias, stack, stack_weights
-from engine.model.spec import Attention, HeadLayer, Lm, ModelSpec
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.families.common import activation, layer_windows, linear
+from engine.model.families.modernbert import NAMES, block_norm, stack
+from engine.model.families.names import norm_weights, stack_weights
+from engine.model.spec import HeadLayer, Lm, ModelSpec
+from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -31,22 +33,18 @@ def spec(config: Any) -> ModelSpec:
 
 def weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
-    norm_bias = has_norm_bias(model.decoder)
-    entries = stack_weights("decoder", model.decoder, _apart)
+    apart = replace(NAMES, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"))
+    entries = stack_weights("decoder", model.decoder, apart)
     ignored = []
     match model.head:
         case Lm(layer=HeadLayer(bias=dense_bias), tied=tied, bias=bias):
             entries += linear("head.dense", "lm_head.dense", dense_bias, 0)
-            entries += norm("head.norm", "lm_head.norm", bias=norm_bias)
+            entries += norm_weights("head.norm", "lm_head.norm", model.decoder.final_norm)
             output = linear("head.output", "decoder", bias, 0)
             entries += output[1:] if tied else output
         case _:
             ignored = [r"lm_head\..*", r"decoder\.(weight|bias)"]
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
-
-
-def _apart(target: str, source: str, part: Attention) -> list[Entry]:
-    return qkv(target, (f"{source}.q_proj", f"{source}.k_proj", f"{source}.v_proj"), part)
 
 
 FAMILY = Family(

@@ -10,48 +10,28 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
-from engine.model.families.common import even_head_dim, head, linear
+from engine.model.families.common import multi_head
+from engine.model.families.decoder import decoder
+from engine.model.families.names import DecoderNames
 from engine.model.normalisation import Norm
 from engine.model.positions import Slopes
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Stack, Tokens
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.spec import Attention, Dense
 
 logger = logging.getLogger("octavo.model")
 
 NORMS = ("low_precision_layernorm", "layernorm")
 
 
-def spec(config: Any) -> ModelSpec:
+def _attention(config: Any) -> Attention:
+    own = config.attn_config
+    usual = {} if own.softmax_scale is None else {"scale": own.softmax_scale}
+    position = Slopes(slopes(config.num_attention_heads))
+    return multi_head(config, position=position, bias=False, clip=own.clip_qkv or None, **usual)
+
+
+def _check(config: Any) -> None:
     _refuse(config)
     _warn(config)
-    norm = Norm("layer", config.layer_norm_epsilon)
-    width, heads, own = config.hidden_size, config.num_attention_heads, config.attn_config
-    head_dim = even_head_dim(width, heads)
-    block = Block(
-        placement=Pre(attention=norm, ffn=norm),
-        attention=Attention(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5 if own.softmax_scale is None else own.softmax_scale,
-            position=Slopes(slopes(heads)),
-            clip=own.clip_qkv or None,
-        ),
-        # The reference pays no heed to expansion_ratio; a checkpoint of another width is refused by its shapes.
-        ffn=Dense(4 * width, "gelu"),
-    )
-    decoder = Stack(
-        hidden_size=width,
-        embedding=Tokens(vocab_size=config.vocab_size, width=width),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=norm,
-    )
-    return ModelSpec(
-        encoder=None,
-        decoder=decoder,
-        head=Lm(tied=config.tie_word_embeddings),
-        context_length=config.max_seq_len,
-    )
 
 
 def _warn(config: Any) -> None:
@@ -95,32 +75,26 @@ def _refuse(config: Any) -> None:
             )
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("transformer.wte.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("transformer.norm_f.weight",)),
-        *head(model, "lm_head"),
-    ]
-    for i in range(len(model.decoder.blocks)):
-        target, source = f"decoder.blocks.{i}", f"transformer.blocks.{i}"
-        entries += [
-            Entry(f"{target}.attention.before.weight", (f"{source}.norm_1.weight",)),
-            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.Wqkv", False, 0),
-            *linear(f"{target}.attention.inner.out", f"{source}.attn.out_proj", False, 1),
-            Entry(f"{target}.ffn.before.weight", (f"{source}.norm_2.weight",)),
-            *linear(f"{target}.ffn.inner.up", f"{source}.ffn.up_proj", False, 0),
-            *linear(f"{target}.ffn.inner.down", f"{source}.ffn.down_proj", False, 1),
-        ]
-    return WeightTable(tuple(entries), prefix="transformer.", head="lm_head.weight")
-
-
-FAMILY = Family(
-    name="MPT",
+FAMILY = decoder(
+    "MPT",
     # Published configs name the class of the code that came with them.
-    architectures=("MptForCausalLM", "MPTForCausalLM", "MptModel"),
-    headless=("MptModel",),
-    brings="ALiBi, clipped queries, keys and values, norms without biases",
-    spec=spec,
-    weights=weights,
+    ("MptForCausalLM", "MPTForCausalLM", "MptModel"),
+    "ALiBi, clipped queries, keys and values, norms without biases",
+    attention=_attention,
+    # The reference pays no heed to expansion_ratio; a checkpoint of another width is refused by its shapes.
+    ffn=lambda c: Dense(4 * c.hidden_size, "gelu"),
+    norm=lambda c: Norm("layer", c.layer_norm_epsilon),
+    context_length=lambda c: c.max_seq_len,
+    refuse=_check,
+    names=DecoderNames(
+        stem="transformer",
+        tokens="wte",
+        final_norm="norm_f",
+        layers="blocks",
+        qkv="attn.Wqkv",
+        out="attn.out_proj",
+        norms=("norm_1", "norm_2"),
+        ffn=("ffn.up_proj", "ffn.down_proj"),
+        unread=(),
+    ),
 )

@@ -6,65 +6,76 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.model.families import bert, roberta
-from engine.model.families.common import norm
-from engine.model.families.encoder_only import BERT_LAYER, positions_after_padding, pre_norm, stack_weights
+from engine.model.families.encoder import (
+    BERT_LAYER,
+    KINDS,
+    PRETRAINED,
+    EncoderNames,
+    encoder_table,
+    of,
+    roberta_heads,
+)
+from engine.model.families.encoder_only import bert_head, bert_stack, positions_after_padding, pre_norm, roberta_head
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import MaskedLm, ModelSpec, Tokens
+from engine.model.spec import ModelSpec, Tokens
 from engine.model.table import Family, WeightTable
 
 
-def spec(config: Any) -> ModelSpec:
+def _spec(config: Any) -> ModelSpec:
     megatron = config.model_type == "megatron-bert"
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     positions = (
         Learned(config.max_position_embeddings) if megatron else positions_after_padding(config, config.pad_token_id)
     )
-    encoder = pre_norm(bert.stack(config, positions), layer_norm)
+    encoder = pre_norm(bert_stack(config, positions), layer_norm)
     assert isinstance(encoder.embedding, Tokens)
     if config.model_type != "roberta-prelayernorm":
         encoder = replace(encoder, embedding=replace(encoder.embedding, norm=None))
     return ModelSpec(
         encoder=encoder,
         decoder=None,
-        head=bert.head_of(config) if megatron else roberta.head_of(config),
+        head=bert_head(config) if megatron else roberta_head(config),
         context_length=positions.size - positions.offset,
     )
 
 
-def weights(model: ModelSpec) -> WeightTable:
+MEGATRON = EncoderNames(
+    stem="bert",
+    layer=replace(BERT_LAYER, norms=("attention.ln", "ln")),
+    final_norm="encoder.ln",
+    renamed=(),
+)
+XLMR_XL = EncoderNames(
+    stem="roberta",
+    layer=replace(BERT_LAYER, norms=("attention.self_attn_layer_norm", "LayerNorm")),
+    final_norm="encoder.LayerNorm",
+    heads=roberta_heads("roberta"),
+    renamed=(),
+)
+PRE_LAYER_NORM = EncoderNames(
+    stem="roberta_prelayernorm",
+    layer=replace(BERT_LAYER, norms=("attention.LayerNorm", "intermediate.LayerNorm")),
+    final_norm="LayerNorm",
+    heads=roberta_heads("roberta_prelayernorm"),
+    renamed=(),
+)
+
+
+def _weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     embedding = model.encoder.embedding
     if embedding.norm is not None:
-        source, last = "roberta_prelayernorm", "roberta_prelayernorm.LayerNorm"
-        names = replace(BERT_LAYER, attention_norm="attention.LayerNorm", ffn_norm="intermediate.LayerNorm")
-    elif isinstance(embedding.positions, Learned) and embedding.positions.unplaced is not None:
-        source, last = "roberta", "roberta.encoder.LayerNorm"
-        names = replace(BERT_LAYER, attention_norm="attention.self_attn_layer_norm", ffn_norm="LayerNorm")
-    else:
-        source, last = "bert", "bert.encoder.ln"
-        names = replace(BERT_LAYER, attention_norm="attention.ln", ffn_norm="ln")
-    entries = [*stack_weights(model, source, names=names), *norm("encoder.final_norm", last, bias=True)]
-    more, ignored = (bert if source == "bert" else roberta).head_weights(model, source)
-    tables = rf"{source}\.embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)"
-    masked = {"bert": bert.masked_table(model)}.get(source, "lm_head.decoder.weight")
-    return WeightTable(
-        tuple(entries + more),
-        prefix=f"{source}.",
-        ignored=(*ignored, tables),
-        head=masked if isinstance(model.head, MaskedLm) else None,
-    )
+        return encoder_table(model, PRE_LAYER_NORM)
+    from_padding = isinstance(embedding.positions, Learned) and embedding.positions.unplaced is not None
+    return encoder_table(model, XLMR_XL if from_padding else MEGATRON)
 
 
 FAMILY = Family(
     name="MegatronBERT, XLM-R XL and RoBERTa-PreLayerNorm",
-    architectures=(
-        *(f"MegatronBert{kind}" for kind in bert.KINDS),
-        *(f"{name}{kind}" for name in ("XLMRobertaXL", "RobertaPreLayerNorm") for kind in roberta.KINDS),
-    ),
+    architectures=(*of(PRETRAINED, "MegatronBert"), *of(KINDS, "XLMRobertaXL", "RobertaPreLayerNorm")),
     brings="BERT's encoder with norms before sublayers",
-    spec=spec,
-    weights=weights,
+    spec=_spec,
+    weights=_weights,
 )

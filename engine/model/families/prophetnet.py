@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, cross, even_head_dim, linear, norm, output_table, qkv, token_tables
+from engine.model.families.common import (
+    activation,
+    linear,
+    multi_head,
+    output_table,
+    token_tables,
+)
+from engine.model.families.names import StackNames, stack_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, QueryBuckets
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, PredictingStream, Stack, Tokens
@@ -20,6 +28,9 @@ def spec(config: Any) -> ModelSpec:
     # transformers reads positions from the row after the padding's on.
     positions = Learned(config.max_position_embeddings, offset=1)
 
+    def attention(heads: int, buckets: QueryBuckets | None = None) -> Attention:
+        return multi_head(config, heads=heads, position=buckets, causal=buckets is not None)
+
     def stack(name: str) -> Stack:
         decodes = name == "decoder"
         heads = getattr(config, f"num_{name}_attention_heads")
@@ -27,8 +38,8 @@ def spec(config: Any) -> ModelSpec:
         second = NORM if decodes else None
         block = Block(
             placement=Post(NORM, NORM, second),
-            attention=_attention(config, heads, buckets),
-            cross=_attention(config, heads) if decodes else None,
+            attention=attention(heads, buckets),
+            cross=attention(heads) if decodes else None,
             ffn=Dense(getattr(config, f"{name}_ffn_dim"), activation(config.activation_function), bias=True),
         )
         size = config.hidden_size
@@ -70,20 +81,6 @@ def _check(config: Any) -> None:
         )
 
 
-def _attention(config: Any, heads: int, buckets: QueryBuckets | None = None) -> Attention:
-    head_dim = even_head_dim(config.hidden_size, heads)
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        position=buckets,
-        causal=buckets is not None,
-        qkv_bias=True,
-        out_bias=True,
-    )
-
-
 def weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
     assert model.decoder is not None
@@ -103,38 +100,27 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-def _stack(name: str, stack: Stack) -> list[Entry]:
+NAMES = StackNames(
+    tokens="",
+    positions="position_embeddings.weight",
+    embedding_norm="embeddings_layer_norm",
+    qkv=("self_attn.query_proj", "self_attn.key_proj", "self_attn.value_proj"),
+    out="self_attn.out_proj",
+    norms=("self_attn_layer_norm", "feed_forward_layer_norm"),
+    cross=("cross_attn.query_proj", "cross_attn.key_proj", "cross_attn.value_proj", "cross_attn.out_proj"),
+    cross_norm="cross_attn_layer_norm",
+    ffn=("feed_forward.intermediate", "feed_forward.output"),
+)
+
+
+def _stack(side: str, stack: Stack) -> list[Entry]:
     """Names of what a stack has besides its token table."""
-    source = f"prophetnet.{name}"
-    entries = [
-        Entry(f"{name}.embedding.positions", (f"{source}.position_embeddings.weight",)),
-        *norm(f"{name}.embedding.norm", f"{source}.embeddings_layer_norm", bias=True),
-    ]
+    entries = stack_weights(side, stack, replace(NAMES, stem=f"prophetnet.{side}"))
     for i, block in enumerate(stack.blocks):
-        entries += _block(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
-    return entries
-
-
-def _block(target: str, source: str, block: Block) -> list[Entry]:
-    def projections(module: str) -> tuple[str, str, str, str]:
-        queries, keys, values, out = (f"{source}.{module}.{name}_proj" for name in ("query", "key", "value", "out"))
-        return queries, keys, values, out
-
-    *parts, out = projections("self_attn")
-    entries = [
-        *qkv(f"{target}.attention.inner.qkv", (parts[0], parts[1], parts[2]), block.attention),
-        *linear(f"{target}.attention.inner.out", out, True, 1),
-        *norm(f"{target}.attention.outer", f"{source}.self_attn_layer_norm", bias=True),
-        *linear(f"{target}.ffn.inner.up", f"{source}.feed_forward.intermediate", True, 0),
-        *linear(f"{target}.ffn.inner.down", f"{source}.feed_forward.output", True, 1),
-        *norm(f"{target}.ffn.outer", f"{source}.feed_forward_layer_norm", bias=True),
-    ]
-    if block.attention.query_bias:
-        scores = f"{target}.attention.inner.distance_scores"
-        entries += linear(scores, f"{source}.self_attn.relative_pos_embeddings", True, None)
-    if block.cross is not None:
-        entries += cross(f"{target}.cross.inner", projections("cross_attn"), block.cross)
-        entries += norm(f"{target}.cross.outer", f"{source}.cross_attn_layer_norm", bias=True)
+        if block.attention.query_bias:
+            scores = f"{side}.blocks.{i}.attention.inner.distance_scores"
+            source = f"prophetnet.{side}.layers.{i}.self_attn.relative_pos_embeddings"
+            entries += linear(scores, source, True, None)
     return entries
 
 

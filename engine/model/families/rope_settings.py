@@ -42,7 +42,7 @@ def theta_of(config: Any, settings: Mapping[str, Any]) -> float:
 
 
 def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int:
-    """How many features of a head rotate.
+    """The number of a head's features that rotate.
 
     Args:
         partial: the family rotates only a share of them, `partial_rotary_factor`.
@@ -62,7 +62,7 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int
 
 
 def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | None:
-    """How the frequencies of `dim` rotated features are stretched.
+    """The stretching of the frequencies of `dim` rotated features.
 
     Raises:
         UnsupportedModelError: a scaling that is not implemented, or one whose settings are absent or do not fit.
@@ -128,7 +128,7 @@ def _number(settings: Mapping[str, Any], name: str, default: float | None = None
 
 
 def _turns(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """How often a feature turns over the original length."""
+    """The number of turns of a feature over the original length."""
     turns = _number(settings, name, default)
     if not 1e-18 <= turns <= 1e18:  # of others the logarithm is none
         raise UnsupportedModelError(f"{name} in the config's rope_parameters must be from 1e-18 to 1e18: {turns!r}.")

@@ -1,4 +1,4 @@
-"""T5: pre-norm RMS encoder and decoder, relative position buckets, no score scaling (arXiv:1910.10683)."""
+"""T5, UMT5 and their encoder alone: relative position buckets, no score scaling (arXiv:1910.10683)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.classification import repeats_after_start
-from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
+from engine.model.families.common import activation, dense, gated, output_table, token_tables
+from engine.model.families.encoder_decoder import both
+from engine.model.families.names import StackNames
+from engine.model.families.names import stack_weights as names_of_stack
 from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
-from engine.model.spec import Attention, Block, Dense, FeedForward, Gated, Lm, ModelSpec, Pre, Stack, Tokens
-from engine.model.table import Entry, Family, Joined, WeightTable
+from engine.model.spec import Attention, Block, Dense, FeedForward, Gated, Lm, ModelSpec, Pool, Pre, Stack, Tokens
+from engine.model.table import Entry, Family, WeightTable
 
 TRAINED_LENGTH = 512
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -89,11 +92,10 @@ def _attention(config: Any, *, causal: bool) -> Attention:
 def dense_or_gated(target: str, source: str, part: FeedForward) -> list[Entry]:
     """A layer's feed-forward network."""
     source = f"{source}.DenseReluDense"
-    down = linear(f"{target}.down", f"{source}.wo", False, 1)
     if isinstance(part, Gated):
-        names = (f"{source}.wi_0.weight", f"{source}.wi_1.weight")
-        return [Entry(f"{target}.gate_up.weight", names, Joined((part.width, part.width)), shard_axis=0), *down]
-    return [*linear(f"{target}.up", f"{source}.wi", False, 0), *down]
+        return gated(target, source, part, ("wi_0", "wi_1", "wo"))
+    assert isinstance(part, Dense)
+    return dense(target, source, part, ("wi", "wo"))
 
 
 def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated) -> WeightTable:
@@ -121,47 +123,91 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
 
 
 def stack_weights(
-    name: str, stack: Stack, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated
+    side: str, stack: Stack, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated
 ) -> list[Entry]:
     """The weights of the encoder or the decoder, all but the token table; `network` as in `weights`."""
-    entries = norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False)
+    own, other, last = "layer.0.SelfAttention", "layer.1.EncDecAttention", 2 if side == "decoder" else 1
+    names = StackNames(
+        stem=side,
+        tokens="",
+        final_norm="final_layer_norm",
+        layers="block",
+        qkv=(f"{own}.q", f"{own}.k", f"{own}.v"),
+        out=f"{own}.o",
+        norms=("layer.0.layer_norm", f"layer.{last}.layer_norm"),
+        cross=(f"{other}.q", f"{other}.k", f"{other}.v", f"{other}.o"),
+        cross_norm="layer.1.layer_norm",
+        ffn=lambda target, source, part: network(target, f"{source}.layer.{last}", part),
+    )
+    entries = names_of_stack(side, stack, names)
     if stack.shared_bias is not None:
-        entries.append(_bias(f"{name}.shared_bias", f"{name}.block.0.layer.0"))
+        entries.append(_bias(f"{side}.shared_bias", f"{side}.block.0"))
     for i, block in enumerate(stack.blocks):
-        target, source = f"{name}.blocks.{i}", f"{name}.block.{i}.layer"
-        last = f"{source}.{1 if block.cross is None else 2}"
-        entries += _attentions(target, source, block)
-        entries += norm(f"{target}.ffn.before", f"{last}.layer_norm", bias=False)
-        entries += network(f"{target}.ffn.inner", last, block.ffn)
-    return entries
-
-
-def _attentions(target: str, source: str, block: Block) -> list[Entry]:
-    own = f"{source}.0.SelfAttention"
-    entries = [
-        *norm(f"{target}.attention.before", f"{source}.0.layer_norm", bias=False),
-        *qkv(f"{target}.attention.inner.qkv", (f"{own}.q", f"{own}.k", f"{own}.v"), block.attention),
-        *linear(f"{target}.attention.inner.out", f"{own}.o", False, 1),
-    ]
-    if block.attention.position is not None:
-        entries.append(_bias(f"{target}.attention.inner.distance_bias", f"{source}.0"))
-    if block.cross is not None:
-        other = f"{source}.1.EncDecAttention"
-        entries += norm(f"{target}.cross.before", f"{source}.1.layer_norm", bias=False)
-        entries += cross(f"{target}.cross.inner", (f"{other}.q", f"{other}.k", f"{other}.v", f"{other}.o"), block.cross)
+        if block.attention.position is not None:
+            entries.append(_bias(f"{side}.blocks.{i}.attention.inner.distance_bias", f"{side}.block.{i}"))
     return entries
 
 
 def _bias(target: str, source: str) -> Entry:
-    return Entry(f"{target}.weight", (f"{source}.SelfAttention.relative_attention_bias.weight",), shard_axis=1)
+    return Entry(f"{target}.weight", (f"{source}.layer.0.SelfAttention.relative_attention_bias.weight",), shard_axis=1)
 
 
-FAMILY = Family(
-    name="T5",
-    architectures=("T5ForConditionalGeneration", "T5Model", "MT5ForConditionalGeneration", "MT5Model"),
-    headless=("T5Model", "MT5Model"),
-    brings="encoder and decoder, relative position buckets, gated GELU",
-    spec=spec,
-    weights=weights,
-    repeats=repeats_after_start,
+def _own_biases(config: Any) -> ModelSpec:
+    """UMT5: layers have a bias of relative buckets each."""
+    model = spec(config)
+    assert model.encoder is not None
+    assert model.decoder is not None
+    # transformers ties and scales whatever the stored config says.
+    head = Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5)
+    return replace(model, encoder=own_biases(model.encoder), decoder=own_biases(model.decoder), head=head)
+
+
+def _encoder_alone(config: Any) -> ModelSpec:
+    length = getattr(config, "n_positions", None) or TRAINED_LENGTH
+    return ModelSpec(encoder=encoder(config), decoder=None, head=Pool(), context_length=length)
+
+
+def _encoder_weights(model: ModelSpec) -> WeightTable:
+    assert model.encoder is not None
+    own, shared = "encoder.embed_tokens.weight", "shared.weight"
+    # Where both tables are stored and differ, the encoder's own is read.
+    names = (shared, own) if model.shared_tokens else (own,)
+    return WeightTable(
+        (
+            *(Entry("encoder.embedding.tokens", (name,), shard_axis=0) for name in names),
+            *stack_weights("encoder", model.encoder),
+        ),
+        # What was trained with a decoder may still have it.
+        ignored=(r"decoder\..*", r"lm_head\.weight", *(() if model.shared_tokens else (r"shared\.weight",))),
+        copies=(own,),
+    )
+
+
+FAMILIES = (
+    Family(
+        name="T5",
+        architectures=both("T5", "MT5"),
+        headless=("T5Model", "MT5Model"),
+        brings="encoder and decoder, relative position buckets, gated GELU",
+        spec=spec,
+        weights=weights,
+        repeats=repeats_after_start,
+    ),
+    # arXiv:2304.09151
+    Family(
+        name="UMT5",
+        architectures=both("UMT5"),
+        headless=("UMT5Model",),
+        brings="encoder and decoder, relative position buckets per layer",
+        spec=_own_biases,
+        weights=weights,
+    ),
+    # Vectors of texts (Sentence-T5, arXiv:2108.08877; GTR, arXiv:2112.07899).
+    Family(
+        name="T5's encoder",
+        architectures=("T5EncoderModel", "MT5EncoderModel"),
+        brings="T5's encoder alone, for embeddings",
+        spec=_encoder_alone,
+        weights=_encoder_weights,
+    ),
 )

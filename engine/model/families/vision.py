@@ -1,16 +1,16 @@
-"""What families of image encoders have in common: patches, blocks with a norm before each sublayer, their weights."""
+"""The common part of families of image encoders: patches, blocks with a norm before each sublayer, their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
+from engine.model.families.common import dense_network, multi_head, norm
+from engine.model.families.names import LayerNames, layer_weights, norm_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Attention, Block, Dense, ModelSpec, Patches, Pre, Stack, Tokens
+from engine.model.spec import Block, Embedder, ModelSpec, Patches, Pre, Stack, Tokens
 from engine.model.table import Entry, Reshaped, WeightTable
 
 _MOST_PIXELS = 1 << 14  # of a side
@@ -65,20 +65,11 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
     Raises:
         UnsupportedModelError: the heads cannot share hidden_size evenly, or an activation is not implemented.
     """
-    head_dim = even_head_dim(config.hidden_size, config.num_attention_heads)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     block = Block(
         placement=Pre(layer_norm, layer_norm),
-        attention=Attention(
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=causal,
-            qkv_bias=qkv_bias,
-            out_bias=True,
-        ),
-        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+        attention=multi_head(config, causal=causal, qkv_bias=qkv_bias),
+        ffn=dense_network(config),
     )
     return Stack(
         hidden_size=config.hidden_size,
@@ -95,73 +86,79 @@ def kernel(target: str, source: str, part: Patches) -> list[Entry]:
     return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreNormLayer:
-    """What a family calls the parts of a layer."""
-
-    queries: str = "self_attn.q_proj"
-    keys: str = "self_attn.k_proj"
-    values: str = "self_attn.v_proj"
-    out: str = "self_attn.out_proj"
-    attention_norm: str = "layer_norm1"
-    up: str = "mlp.fc1"
-    down: str = "mlp.fc2"
-    ffn_norm: str = "layer_norm2"
+LAYER = LayerNames(
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    norms=("layer_norm1", "layer_norm2"),
+    ffn=("mlp.fc1", "mlp.fc2"),
+)
 
 
-def layer_weights(stack: Stack, source: str, names: PreNormLayer, target: str = "encoder") -> list[Entry]:
-    """The layers of `pre_norm_encoder`.
-
-    Args:
-        source: of its layers, by their numbers.
-        target: the stack.
-    """
-    entries: list[Entry] = []
-    for i, block in enumerate(stack.blocks):
-        ours, theirs = f"{target}.blocks.{i}", f"{source}.{i}"
-        projections = (f"{theirs}.{names.queries}", f"{theirs}.{names.keys}", f"{theirs}.{names.values}")
-        entries += [
-            *qkv(f"{ours}.attention.inner.qkv", projections, block.attention),
-            *linear(f"{ours}.attention.inner.out", f"{theirs}.{names.out}", True, 1),
-            *norm(f"{ours}.attention.before", f"{theirs}.{names.attention_norm}", bias=True),
-            *linear(f"{ours}.ffn.inner.up", f"{theirs}.{names.up}", True, 0),
-            *linear(f"{ours}.ffn.inner.down", f"{theirs}.{names.down}", True, 1),
-            *norm(f"{ours}.ffn.before", f"{theirs}.{names.ffn_norm}", bias=True),
-        ]
-    return entries
+def layers_weights(stack: Stack, source: str, names: LayerNames = LAYER, target: str = "encoder") -> list[Entry]:
+    """The layers of `pre_norm_encoder`, given the stored name of the list of layers, and our name of the stack."""
+    return [
+        entry
+        for i, block in enumerate(stack.blocks)
+        for entry in layer_weights(f"{target}.blocks.{i}", f"{source}.{i}", block, names)
+    ]
 
 
-def text_entries(model: ModelSpec, head: Iterable[Entry]) -> tuple[Entry, ...]:
-    """An encoder of texts that stands beside one of images (CLIP, SigLIP), with what its head reads."""
+def _text_entries(model: ModelSpec) -> list[Entry]:
+    """An encoder of texts that stands beside one of images, without its head."""
     assert model.encoder is not None
     source = "text_model"
-    return (
+    return [
         Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
-        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer()),
+        *layers_weights(model.encoder, f"{source}.encoder.layers"),
         *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),
-        *head,
-    )
+    ]
+
+
+def _image_entries(model: ModelSpec, target: str) -> list[Entry]:
+    """An encoder of images that may stand beside one of texts, without its head; our names begin with `target`."""
+    assert model.encoder is not None
+    embedding = model.encoder.embedding
+    assert isinstance(embedding, Patches)
+    source, ours = "vision_model", f"{target}encoder"
+    entries = [
+        *kernel(f"{ours}.embedding.patches", f"{source}.embeddings.patch_embedding", embedding),
+        Entry(f"{ours}.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
+        *norm_weights(f"{ours}.embedding.norm", f"{source}.pre_layrnorm", embedding.norm),
+        *layers_weights(model.encoder, f"{source}.encoder.layers", target=ours),
+        *norm(f"{ours}.final_norm", f"{source}.post_layernorm", bias=True),
+    ]
+    if embedding.first:
+        form = Reshaped(((embedding.width,),))
+        entries.append(Entry(f"{ours}.embedding.first", (f"{source}.embeddings.class_embedding",), form))
+    return entries
 
 
 def two_towers(
     model: ModelSpec,
-    texts: Callable[[ModelSpec], tuple[Entry, ...]],
-    images: Callable[[ModelSpec, str], tuple[Entry, ...]],
+    texts: Callable[[Embedder], list[Entry]],
+    images: Callable[[Embedder, str], list[Entry]],
     unread: str,
 ) -> WeightTable:
-    """Of a model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+    """A model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
 
     Args:
-        texts: what the encoder of texts reads.
-        images: what the one of images reads, of the model and what its parameters' names begin with.
+        texts: the head of the encoder of texts.
+        images: the head of the one of images, given what its parameters' names begin with.
         unread: a pattern of further names that are not read.
     """
     assert model.encoder is not None
     # The positions are buffers of old checkpoints.
     ignored = (r"(text|vision)_model\.embeddings\.position_ids", unread)
+
+    def seen(part: ModelSpec, target: str) -> list[Entry]:
+        head = images(part.head, target) if isinstance(part.head, Embedder) else []
+        return _image_entries(part, target) + head
+
     if isinstance(model.encoder.embedding, Patches):
-        return WeightTable(images(model, ""), prefix="vision_model.", ignored=ignored)
+        return WeightTable(tuple(seen(model, "")), prefix="vision_model.", ignored=ignored)
+    assert isinstance(model.head, Embedder)
+    read = _text_entries(model) + texts(model.head)
     if model.twin is None:
-        return WeightTable(texts(model), prefix="text_model.", ignored=ignored)
-    return WeightTable(texts(model) + images(model.twin, "twin."), ignored=ignored)
+        return WeightTable(tuple(read), prefix="text_model.", ignored=ignored)
+    return WeightTable((*read, *seen(model.twin, "twin.")), ignored=ignored)

@@ -9,19 +9,16 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import linear, norm
 from engine.model.families.encoder_only import token_weights
-from engine.model.families.vision import PreNormLayer, kernel, layer_weights, patches, pre_norm_encoder
+from engine.model.families.names import LayerNames
+from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.spec import Classifier, FirstStates, Head, ModelSpec, Patches, Pool
 from engine.model.table import Entry, Family, Reshaped, Row, WeightTable
 
-_LAYER = PreNormLayer(
-    queries="attention.attention.query",
-    keys="attention.attention.key",
-    values="attention.attention.value",
+_LAYER = LayerNames(
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     out="attention.output.dense",
-    attention_norm="layernorm_before",
-    up="intermediate.dense",
-    down="output.dense",
-    ffn_norm="layernorm_after",
+    norms=("layernorm_before", "layernorm_after"),
+    ffn=("intermediate.dense", "output.dense"),
 )
 
 
@@ -53,7 +50,7 @@ def weights(model: ModelSpec) -> WeightTable:
             Reshaped(((1, 1, embedding.width),) * len(names)),
         ),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embeddings",), Row()),
-        *layer_weights(model.encoder, f"{source}.encoder.layer", _LAYER),
+        *layers_weights(model.encoder, f"{source}.encoder.layer", _LAYER),
         *norm("encoder.final_norm", f"{source}.layernorm", bias=True),
         *_head_weights(model.head),
     ]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, head, norm
-from engine.model.families.encoder_decoder import block_weights
+from engine.model.families.common import activation, head, multi_head, norm
+from engine.model.families.encoder_decoder import FAIRSEQ
+from engine.model.families.names import layer_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Spectrum, Stack, Tokens
@@ -26,10 +27,7 @@ def spec(config: Any) -> ModelSpec:
             raise UnsupportedModelError(
                 f"d_model ({config.d_model}) must be a multiple of its attention heads ({heads})."
             )
-        size = config.d_model // heads
-        return Attention(
-            heads=heads, kv_heads=heads, head_dim=size, scale=size**-0.5, causal=causal, qkv_bias=True, out_bias=True
-        )
+        return multi_head(config, heads=heads, causal=causal)
 
     def block(name: str) -> Block:
         heads, crosses = getattr(config, f"{name}_attention_heads"), name == "decoder"
@@ -83,7 +81,9 @@ def weights(model: ModelSpec) -> WeightTable:
         entries.append(Entry(f"{name}.embedding.positions", (f"model.{name}.embed_positions.weight",)))
         entries += norm(f"{name}.final_norm", f"model.{name}.layer_norm", bias=True)
         for i, block in enumerate(stack.blocks):
-            entries += map(_without_key_bias, block_weights(f"{name}.blocks.{i}", f"model.{name}.layers.{i}", block))
+            entries += map(
+                _without_key_bias, layer_weights(f"{name}.blocks.{i}", f"model.{name}.layers.{i}", block, FAIRSEQ)
+            )
     return WeightTable(tuple(entries), prefix="model.", head="proj_out.weight")
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import linear, norm
+from engine.model.families.common import linear, norm, tokens
 from engine.model.families.encoder_only import (
-    LayerNames,
     answer_span,
     answer_weights,
     check_settings,
-    layer_weights,
     post_norm_encoder,
     token_classifier,
     token_weights,
     vocabulary_weights,
 )
+from engine.model.families.names import LayerNames, layer_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import AnswerSpan, Classifier, Dense, Head, MaskedLm, ModelSpec, Pool, Tokens
+from engine.model.spec import AnswerSpan, Classifier, Dense, Head, MaskedLm, ModelSpec, Pool
 from engine.model.table import Entry, Family, WeightTable
 
 # Which hidden state the classes of a text are read off, by summary_type.
@@ -41,21 +40,11 @@ def spec(config: Any) -> ModelSpec:
     if not config.is_encoder:
         raise UnsupportedModelError("is_encoder of the config must be true: transformers has no decoder for it either.")
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
-    encoder = post_norm_encoder(
-        Tokens(
-            vocab_size=config.vocab_size,
-            width=config.emb_dim,
-            # With sinusoidal_embeddings they are only not trained: checkpoints store them as any others.
-            positions=Learned(config.max_position_embeddings),
-            # No request names the language of its tokens, and without one transformers adds no vector of it either.
-            norm=layer_norm,
-        ),
-        hidden_size=config.emb_dim,
-        layers=config.n_layers,
-        heads=config.n_heads,
-        ffn=Dense(4 * config.emb_dim, "gelu" if config.gelu_activation else "relu", bias=True),
-        layer_norm=layer_norm,
-    )
+    # With sinusoidal_embeddings positions are only not trained: checkpoints store them as any others. No request names
+    # the language of its tokens, and without one transformers adds no vector of it either.
+    embedding = tokens(config, positions=Learned(config.max_position_embeddings), norm=layer_norm)
+    ffn = Dense(4 * config.emb_dim, "gelu" if config.gelu_activation else "relu", bias=True)
+    encoder = post_norm_encoder(config, embedding, layer_norm, ffn=ffn)
     return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
 
 
@@ -87,8 +76,8 @@ def _classifier(config: Any) -> Classifier:
             )
     if config.summary_activation:
         raise UnsupportedModelError(
-            f"summary_activation of the config is {config.summary_activation!r}, but no part has an activation after "
-            "the matrix that gives classes; it must be null."
+            f"summary_activation of the config is {config.summary_activation!r}, but must be null: an "
+            "activation after the classification matrix is not implemented."
         )
     if config.summary_type not in _SUMMARIES:
         raise UnsupportedModelError(
@@ -105,7 +94,7 @@ def weights(model: ModelSpec) -> WeightTable:
         *norm("encoder.embedding.norm", "transformer.layer_norm_emb", bias=True),
     ]
     for i, block in enumerate(model.encoder.blocks):
-        entries += layer_weights(i, block, "transformer", _layer(i))
+        entries += layer_weights(f"encoder.blocks.{i}", "transformer", block, _layer(i))
     match model.head:
         case MaskedLm():
             entries += vocabulary_weights(model.head, "pred_layer.proj", ("pred_layer.proj.bias",))
@@ -129,14 +118,10 @@ def weights(model: ModelSpec) -> WeightTable:
 def _layer(number: int) -> LayerNames:
     """Layers have no names of their own: each kind of part is a list."""
     return LayerNames(
-        queries=f"attentions.{number}.q_lin",
-        keys=f"attentions.{number}.k_lin",
-        values=f"attentions.{number}.v_lin",
+        qkv=(f"attentions.{number}.q_lin", f"attentions.{number}.k_lin", f"attentions.{number}.v_lin"),
         out=f"attentions.{number}.out_lin",
-        attention_norm=f"layer_norm1.{number}",
-        up=f"ffns.{number}.lin1",
-        down=f"ffns.{number}.lin2",
-        ffn_norm=f"layer_norm2.{number}",
+        norms=(f"layer_norm1.{number}", f"layer_norm2.{number}"),
+        ffn=(f"ffns.{number}.lin1", f"ffns.{number}.lin2"),
     )
 
 

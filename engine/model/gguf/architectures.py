@@ -19,7 +19,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls so.
+    """An architecture of llama.cpp.
 
     Attributes:
         config: of the metadata.
@@ -56,7 +56,7 @@ class Placed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As transformers has it."""
+        """The tensor's shape in transformers."""
         return self.arrangement.shape(self.info.shape if self.expert is None else self.info.shape[1:])
 
 
@@ -126,7 +126,7 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
 
 
 def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms") -> Config:
-    """What most architectures have."""
+    """The settings of most architectures."""
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     if not heads or "token_embd.weight" not in metadata.file.tensors:
         raise ModelLoadError(f"{metadata.file.path} has no attention heads, or lacks token_embd.weight.")

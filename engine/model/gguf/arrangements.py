@@ -1,4 +1,4 @@
-"""How a tensor lies in a GGUF file where transformers has it otherwise."""
+"""The layout of tensors in a GGUF file that differs from that of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 class Arrangement(ABC):
-    """What becomes of a tensor as it is read."""
+    """The change of a tensor's layout as it is read."""
 
     by_rows = False
     """Some rows can be read alone."""
@@ -20,7 +20,7 @@ class Arrangement(ABC):
 
     @abstractmethod
     def shape(self, stored: Shape) -> Shape:
-        """Of the result."""
+        """The shape of the result."""
 
     @abstractmethod
     def arrange(self, stored: Tensor) -> Tensor:

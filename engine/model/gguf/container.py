@@ -1,5 +1,5 @@
-"""What a GGUF file consists of: metadata, and where its tensors lie. Nothing in it is believed: each count and each
-place is compared with the bytes that are there before anything is made of it."""
+"""The parts of a GGUF file: metadata, and the places of its tensors. The reader believes nothing in it: it compares
+each count and each place with the bytes that are there before it makes anything of it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Reader:
         )
 
     def _count(self, what: str, least: int, most: int) -> int:
-        """How many of something follow, each of at least so many bytes."""
+        """The number of items that follow, each of at least so many bytes."""
         count: int = self._scalar("Q", 8, f"the number of its {what}")
         room = (self._size - self._place) // least
         if count > min(room, most):

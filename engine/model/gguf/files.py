@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engine.errors import ModelLoadError
 
 SUFFIX = ".gguf"
 _SHOWN = 5
+_MOST_METADATA = 1 << 28  # bytes; a vocabulary of 262 thousand tokens takes 10 million
 
 PART = re.compile(r"-\d{5}-of-(\d{5})$")
 """How the stem of a file ends that is one of several of a model, and how many these are."""
@@ -34,3 +36,16 @@ def single_file(folder: Path) -> Path | None:
             )
         raise ModelLoadError(f"{folder} contains {len(found)} GGUF files ({names}). Choose one, such as {whole[0]}.")
     return found[0]
+
+
+def mentions_chat_template(path: Path) -> bool:
+    """Whether the metadata of a GGUF file has a chat template; True also if the file cannot be searched.
+
+    Metadata stand before the list of tensors, so the search ends at its first well-known name.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.find(b"token_embd.weight", 0, _MOST_METADATA)
+            return end < 0 or content.find(b"tokenizer.chat_template", 0, end) >= 0
+    except (OSError, ValueError):  # ValueError: an empty file
+        return True  # loading it will say what is wrong

@@ -33,8 +33,8 @@ _KEPT_SECONDS = 30 * 24 * 3600
 
 
 def lacks_tokenizer(folder: Path) -> str:
-    """Why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one can, or the
-    folder stands for none."""
+    """The reason why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one
+    can, or the folder stands for none."""
     file = folder / NO_TOKENIZER
     return " ".join(file.read_text(encoding="utf-8").split()) if file.is_file() else ""
 
@@ -101,7 +101,8 @@ def _spare() -> Path:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """Beside its place, and renamed into it: no reader sees half of it, and two processes may make the same."""
+    """Make the folder beside its place and rename it: no reader sees half of it, and two processes may make the
+    same."""
     from engine.model.gguf.container import read_gguf  # brings torch
 
     contents = _contents(read_gguf(path))
@@ -142,7 +143,7 @@ def _contents(file: Gguf) -> dict[str, Any]:
 
 
 def _dtype(file: Gguf) -> str:
-    """The format to compute in: that of the largest tensor, bfloat16 where it is stored in few bits."""
+    """The format to compute in: that of the largest tensor, bfloat16 where it is stored quantised."""
     import torch
 
     largest = max(file.tensors.values(), key=lambda info: info.size, default=None)

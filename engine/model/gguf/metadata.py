@@ -1,5 +1,5 @@
-"""What a GGUF file says of its model, asked for by name and kind: a value that nothing asks for is refused at the end,
-so that none is overlooked."""
+"""A GGUF file's metadata about its model, read by name and kind. A value that no code has read is refused at the
+end, so that none is overlooked."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
 
 
 def nothing_chosen(names: Iterable[str], repository: str, wanted: str) -> str:
-    """What to say where `choose` finds none."""
+    """The error message if `choose` finds no file."""
     there = sorted(filter(_is_model, names))
     held = f"its GGUF files are {_some(there)}" if there else "it has no GGUF files"
     return f"{repository} holds no GGUF file {wanted}: {held}."

@@ -13,7 +13,7 @@ FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.w
 
 
 def rope_parameters(metadata: Metadata) -> dict[str, Any]:
-    """How frequencies are made and stretched.
+    """The settings of rotary frequencies.
 
     Raises:
         UnsupportedModelError: in a way that is not read.

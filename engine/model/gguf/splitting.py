@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split texts before they merge bytes, by the names that llama.cpp has for it."""
+"""The rules by which byte-level tokenizers split texts before they merge bytes, by llama.cpp's names for them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def read_quantised(
 def read_blocks(
     data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
 ) -> Blocks:
-    """Such rows of a format whose blocks are multiplied as they are: a view of the file."""
+    """Rows of a format whose blocks are multiplied as they are: a view of the file."""
     octets = _matrix(data, info, expert, start, stop)
     return as_blocks(octets, info.format, octets.numel() // _row_bytes(info))
 

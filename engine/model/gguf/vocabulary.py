@@ -109,7 +109,7 @@ def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
         )
     merges = [merge.split(" ") for merge in _texts(file, "merges")]
     if not merges or any(len(merge) != 2 for merge in merges):
-        raise _unsupported(file, "its tokenizer.ggml.merges are absent, or are no pairs")
+        raise _unsupported(file, "its tokenizer.ggml.merges are absent, or are not pairs")
     return {
         "normalizer": normalizer(name),
         "pre_tokenizer": split,
@@ -206,7 +206,7 @@ def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[s
 
 
 def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """What stands before and after a text."""
+    """The tokens before and after a text."""
     begins = kind == "llama" or _split_name(file) in BEGINS
     first = file.metadata.get("tokenizer.ggml.add_bos_token", begins) is True and "bos" in ids
     last = file.metadata.get("tokenizer.ggml.add_eos_token", False) is True and "eos" in ids

@@ -20,7 +20,7 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class GgufWeights:
-    """The tensors of a file. What is stored in few bits is widened.
+    """The tensors of a file. What is stored quantised is widened.
 
     Raises:
         ModelLoadError: the file is damaged or incomplete.
@@ -36,7 +36,7 @@ class GgufWeights:
         return list(self._placed)
 
     def get_tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor; in a format, if it is stored in few bits and nothing is computed with it."""
+        """A tensor; in a format, if it is stored quantised and nothing is computed with it."""
         placed = self._placed[name]
         dtype = dtype if placed.arrangement.keeps_rows else torch.float32
         if placed.expert is None:
@@ -45,11 +45,11 @@ class GgufWeights:
         return placed.arrangement.arrange(part[0])
 
     def few_bits(self, name: str) -> bool:
-        """Whether a tensor is stored in few bits."""
+        """Whether a tensor is stored quantised."""
         return self._placed[name].info.format.plain is None
 
     def kind(self, name: str) -> Quantization | None:
-        """What of our own a matrix is; None for nothing."""
+        """The kind of our own that a matrix is; None for none."""
         return self._placed[name].info.format.kind if self._is_matrix(name) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
@@ -77,7 +77,7 @@ class GgufWeights:
         return self._placed[name].info.size
 
     def stored_rows(self, name: str) -> StoredRows:
-        """A matrix of few bits that `has_rows`, as it is stored."""
+        """A quantised matrix that `has_rows`, as it is stored."""
         return StoredRows.of(self._data, self._placed[name].info)
 
     def get_slice(self, name: str) -> GgufSlice:
@@ -94,7 +94,7 @@ class GgufSlice:
         self._data = data
 
     def get_shape(self) -> list[int]:
-        """Of the tensor."""
+        """The shape of the tensor."""
         return list(self._placed.shape)
 
     def get_dtype(self) -> str:
@@ -111,7 +111,7 @@ class GgufSlice:
 
 
 def stored_formats(path: Path) -> dict[str, int]:
-    """How many bytes of a file are stored in each format, the most first.
+    """The bytes of a file in each stored format, the largest first.
 
     Raises:
         ModelLoadError, UnsupportedModelError: as `GgufWeights`.

@@ -151,5 +151,5 @@ NO_ATTENTION = Attention(heads=0, kv_heads=0, head_dim=0, scale=1.0, causal=Fals
 
 @dataclass(frozen=True, slots=True)
 class Fourier:
-    """In the place of attention the real part of a discrete Fourier transform over the tokens of an input and over
-    their features; it has no weights (arXiv:2105.03824)."""
+    """The real part of a discrete Fourier transform over the tokens of an input and over their features, in the
+    place of attention; it has no weights (arXiv:2105.03824)."""

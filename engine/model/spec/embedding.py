@@ -1,4 +1,4 @@
-"""What makes the first vectors: of token ids, of an image's patches, of a sound's spectrum."""
+"""The first vectors of a stack: of token ids, of an image's patches, of a sound's spectrum."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Patches:
 
     @property
     def signal(self) -> SignalInfo:
-        """What it reads, and how many vectors that becomes."""
+        """The signal that it reads, and the number of vectors that it becomes."""
         rows, columns = (pixels // size for pixels, size in zip(self.image, self.patch, strict=True))
         return SignalInfo("image", (self.channels, *self.image), self.first + rows * columns)
 
@@ -119,7 +119,7 @@ class Spectrum:
 
     @property
     def signal(self) -> SignalInfo:
-        """What it reads, and how many vectors that becomes."""
+        """The signal that it reads, and the number of vectors that it becomes."""
         return SignalInfo("audio", (self.bins, self.frames), -(-self.frames // self.stride))
 
 

@@ -166,8 +166,8 @@ class Embedder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledSpans:
-    """How well each span of an input's words goes with each label that the input names: the product of what networks
-    make of the span's two ends and of the label (GLiNER, arXiv:2311.08526).
+    """Scores of how well each span of an input's words goes with each label that the input names: the product of what
+    networks make of the span's two ends and of the label (GLiNER, arXiv:2311.08526).
 
     Attributes:
         features: of words, labels and spans; hidden states of another size go through a matrix first.

@@ -59,7 +59,7 @@ class ModelSpec:
 
     @property
     def signal(self) -> SignalInfo | None:
-        """What its encoder, or its twin's, reads instead of token ids; None: it reads those alone."""
+        """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads those alone."""
         encoder = self.encoder if self.twin is None else self.twin.encoder
         return None if encoder is None or isinstance(encoder.embedding, Tokens) else encoder.embedding.signal
 

@@ -1,4 +1,5 @@
-"""What tokens of an encoder see where not all others: some that a window does not bind, sums, vectors, blocks."""
+"""The views of an encoder's tokens that do not see all others: tokens that a window does not bind, sums, vectors,
+blocks."""
 
 from __future__ import annotations
 

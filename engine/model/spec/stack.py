@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.interface.token_sides import SIDES
 from engine.model.normalisation import Norm
 from engine.model.positions import DistanceVectors, RelativeBuckets
 from engine.model.spec.attention import Attention
@@ -64,8 +65,14 @@ class Stack:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of the blocks, as far as they have one."""
+        """The attentions of the blocks, as far as they have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The number of values of each side of its tokens that its embedding reads (`engine.interface.token_sides`)."""
+        found = {name: getattr(self.embedding, name, 0) for name, side in SIDES.items() if side.reads == "Embed"}
+        return {name: count for name, count in found.items() if count}
 
     @property
     def order(self) -> tuple[int, ...]:

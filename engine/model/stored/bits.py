@@ -1,4 +1,4 @@
-"""Integers of few bits in 32-bit words, the first in the lowest bits."""
+"""Small integers in 32-bit words, the first in the lowest bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def packed(integers: Tensor, bits: int) -> Tensor:
-    """What `unpacked` reads along dim 1: words [rows, columns * bits / 32] of uint8 [rows, columns].
+    """The words that `unpacked` reads along dim 1: [rows, columns * bits / 32] of uint8 [rows, columns].
 
     Args:
         bits: 4 or 8 of each; a row fills whole words.
@@ -110,8 +110,8 @@ def check_halves(scales: Tensor) -> None:
     """
     if scales.numel() and not all(bool(end.isfinite()) for end in scales.aminmax()):  # which a NaN is both of
         raise ModelLoadError(
-            "A quantised matrix has scales that are no numbers, or beyond 65,504, the largest half. Use --quantization "
-            "none, which widens it."
+            "A quantised matrix has scales that are not numbers, or are beyond 65,504, the largest float16. Use "
+            "--quantization none, which widens it."
         )
 
 

@@ -22,7 +22,8 @@ _CODES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 
 class BitsAndBytes(Scheme):
-    """Of int8 `weight` and `SCB`; of 4 bits `weight` and, below its name, what belongs to the codes."""
+    """The scheme of bitsandbytes: int8 as `weight` and `SCB`; 4 bits as `weight` and, below its name, what belongs
+    to the codes."""
 
     unread = (_LAYOUT,)
 
@@ -47,8 +48,8 @@ def _check_by_rows(tensors: Tensors, name: str) -> None:
     layout = int(tensors.read(expect(tensors, name, (), (1,), formats=WHOLE)))
     if layout != 0:
         raise UnsupportedModelError(
-            f"{name} is {layout}: the matrix lies in an order made for one kind of GPU; only rows (0) are read. Save "
-            "the model again with bitsandbytes 0.45 or later."
+            f"{name} is {layout}: this order of the matrix is made for one kind of GPU; only rows (0) are supported. "
+            "Save the model again with bitsandbytes 0.45 or later."
         )
 
 
@@ -73,7 +74,7 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
     count = math.prod(shape)
     stored = tensors.format(name)
     if stored not in _CODES:
-        raise UnsupportedModelError(f"{name} is stored as {stored}; codes of 4 bits are read from {', '.join(_CODES)}.")
+        raise UnsupportedModelError(f"{name} is stored as {stored}; 4-bit codes must be {', '.join(_CODES)}.")
     held = tensors.shape(name).numel() * _CODES[stored] * 2
     if min(shape, default=0) < 1 or block < 1 or held != count + count % 2:
         raise ModelLoadError(

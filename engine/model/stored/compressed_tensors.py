@@ -1,4 +1,4 @@
-"""What llm-compressor and others write (quant_method compressed-tensors): packed integers, plain int8, FP8."""
+"""The formats of llm-compressor and others (quant_method compressed-tensors): packed integers, plain int8, FP8."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What a matrix of this kind is stored as: how each tensor's name ends, its format in safetensors' words, its
-    shape. The inputs are a multiple of `GROUP`."""
+    """The tensors that store a matrix of this kind: the ends of their names, their formats in safetensors' words,
+    their shapes. The inputs are a multiple of `GROUP`."""
     if kind == "int8-fast":
         return {".weight": ("I8", (outputs, inputs)), ".weight_scale": ("F32", (outputs, 1))}
     return {
@@ -200,7 +200,7 @@ def _as_rows(values: Tensor, scales: Tensor) -> Quantised:
 
 
 def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:
-    """Where the scales are, and of how many groups of inputs."""
+    """The tensor of the scales, and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     groups = count_groups(tensors, name, 1)
     expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups), formats=REALS)

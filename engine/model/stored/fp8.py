@@ -45,7 +45,7 @@ def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) ->
     scale = next((one for one in stored if one in tensors.names), stored[-1])
     shape = tensors.shape(name)
     if len(shape) < 2:
-        raise ModelLoadError(f"{tensors.path}: {name} is stored as {tensors.format(name)}, but is no matrix.")
+        raise ModelLoadError(f"{tensors.path}: {name} is stored as {tensors.format(name)}, but is not a matrix.")
     lead, (rows, columns) = shape[:-2], shape[-2:]
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (*lead, 1, 1), (*lead, rows, 1)]
     groups = tensors.shape(scale)[-1] if scale in tensors.names and tensors.shape(scale) else 1

@@ -1,4 +1,4 @@
-"""Which scheme a config names."""
+"""The scheme that a config names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
-    """How the weights of a checkpoint are stored, by its config; None for plainly.
+    """The scheme by which a checkpoint stores its weights, from its config; None for plain weights.
 
     Args:
         reads_mxfp4: whether the family has a place for matrices in that layout.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Size, Tensor
 
+from engine.backends.native.gemm import Blocks
 from engine.errors import ModelLoadError
 from engine.model.stored.scheme import Packed, Scheme, Tensors, matrices
 
@@ -14,6 +16,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of the two tensors of a matrix end."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+_BYTES = 16  # of a block, its exponent apart
 
 
 class Mxfp4(Scheme):
@@ -36,12 +39,30 @@ class Mxfp4(Scheme):
                         f"{tensors.path}: the tensor {scales} should have a number for each block of {name}, which is "
                         f"stored as {list(blocks)}, but is stored as {list(found)}."
                     )
-                yield Packed(name, (name, scales), decoded_shape(blocks), decode, format="BF16")
+                packed = Packed(name, (name, scales), decoded_shape(blocks), decode, format="BF16")
+                yield replace(packed, own="mxfp4", quantised=as_blocks) if blocks[-1] == _BYTES else packed
 
 
 def decoded_shape(blocks: Size) -> Size:
-    """Of blocks [..., rows, blocks, bytes] what they hold: [..., rows, inputs]."""
+    """The shape of what blocks [..., rows, blocks, bytes] hold: [..., rows, inputs]."""
     return Size((*blocks[:-2], 2 * blocks[-2] * blocks[-1]))
+
+
+def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
+    """The same numbers as GGUF's blocks, [..., rows, bytes]: an exponent, and bytes of two numbers that are 16 apart.
+
+    Args:
+        blocks, scales: see `decode`, of 32 numbers each.
+    """
+    shape = decoded_shape(blocks.shape)
+    values = torch.empty(*blocks.shape[:-1], 1 + _BYTES, dtype=torch.uint8)
+    for part, exponents, to in zip(
+        blocks.flatten(0, -4), scales.flatten(0, -3), values.flatten(0, -4), strict=True
+    ):  # matrix by matrix, so that what lies between stays small
+        first, second = torch.stack((part & 15, part >> 4), -1).flatten(-2).chunk(2, -1)
+        to[..., 0] = exponents
+        to[..., 1:] = first | second << 4
+    return Blocks("mxfp4", values.flatten(-2), shape[-1])
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:

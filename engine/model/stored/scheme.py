@@ -1,4 +1,4 @@
-"""How a checkpoint stores matrices in few bits: which tensors one consists of, and what they hold."""
+"""The ways in which checkpoints store quantised matrices: the tensors of each, and the numbers that they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
-from engine.backends.native.gemm import BlockKind, Quantised
+from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 
@@ -28,15 +28,15 @@ class Tensors(Protocol):
     names: dict[str, tuple[Path, str]]
 
     def shape(self, name: str) -> Size:
-        """Of a tensor."""
+        """The shape of a tensor."""
         ...
 
     def format(self, name: str) -> str:
-        """In safetensors' words: F32, I8 …"""
+        """The format of a tensor, in safetensors' words: F32, I8 …"""
         ...
 
     def read(self, name: str) -> Tensor:
-        """As it is stored."""
+        """The tensor as it is stored."""
         ...
 
 
@@ -51,8 +51,8 @@ class Packed:
         decode: makes a tensor of that shape of the parts, in their order.
         format: of that tensor, in safetensors' words.
         kind: what of ours the parts are, but for the rounding of minima; None for nothing.
-        quantised: makes that of them.
-        own: blocks that have fewer bits than that; None for none.
+        quantised: makes that of them, or the blocks of `own`.
+        own: blocks that have fewer bits than `kind`; None for none.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Packed:
     decode: Callable[..., Tensor]
     format: str = "F32"
     kind: Quantization | None = None
-    quantised: Callable[..., Quantised] | None = None
+    quantised: Callable[..., Quantised | Blocks] | None = None
     own: BlockKind | None = None
 
 
 class Scheme(ABC):
-    """What a `quantization_config` describes."""
+    """The scheme that a `quantization_config` describes."""
 
     title: str
     """For messages: `4-bit GPTQ`."""
@@ -77,7 +77,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
-        """What is stored so.
+        """The matrices that are stored by this scheme.
 
         Raises:
             ModelLoadError: tensors of one matrix do not fit together.

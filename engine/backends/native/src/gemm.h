@@ -62,6 +62,7 @@ struct Product {
   int64_t x_format, y_format;
   int64_t x_stride, y_stride;
   int64_t rows, outputs, inputs;
+  Ticket* tickets = nullptr;  // one for each thread, all 0: threads may take each other's columns; null: they do not
 };
 
 constexpr int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
@@ -132,7 +133,7 @@ struct OwnAhead {
   static constexpr int64_t AHEAD = 8192;  // bytes
 
   OCTAVO_INLINE_MEMBER void fetch(int64_t unit) const {
-    for (int64_t line = 0; line < UNIT; line += 64) __builtin_prefetch(panel + AHEAD + unit * UNIT + line);
+    for (int64_t line = 0; line < UNIT; line += 64) __builtin_prefetch(panel + AHEAD + unit * UNIT + line, 0, 2);
   }
 };
 
@@ -220,6 +221,15 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
 
   const Share mine = share(panels, column, columns);
   const int64_t slice = Kernel::slice(p);
+  if (p.tickets && alone && parts == 1 && slice >= p.inputs) {
+    // Each thread has the tile for itself, so any of them can multiply any panel.
+    constexpr int64_t BYTES = 1 << 16;  // that are taken at a time
+    const int64_t some = larger<int64_t>(BYTES / larger<int64_t>(Kernel::panel_bytes(p.inputs), 1), 1);
+    each_taken(p.tickets, panels, column, columns, some, [&](int64_t panel) {
+      Kernel::multiply_panel(p, tiles, 0, tiles.count, x, bytes, panel, 0);
+    });
+    return;
+  }
   const int64_t block = larger<int64_t>(Kernel::CACHE / tile_bytes<Kernel>(slice), 4);
   int64_t input = 0;
   do {  // once where there are no inputs: y is the bias then
@@ -235,7 +245,13 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
 template <class Part>
 OCTAVO_INLINE void product(const Product& p, const Part& part) {
   constexpr int64_t WORTH = 1 << 17;  // products below this are over before other threads have begun
-  parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) { part(p, thread, threads); });
+  constexpr int MOST = 64;            // threads that take each other's columns
+  Ticket tickets[MOST] = {};
+  parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) {
+    Product own = p;
+    if (threads <= MOST) own.tickets = tickets;
+    part(own, thread, threads);
+  });
 }
 
 // What an allocation has to know: bytes of packed weights, most rows of a tile, bytes of a tile in the workspace,

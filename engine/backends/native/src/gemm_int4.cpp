@@ -38,7 +38,7 @@ struct Int4 : ByVectors<Int4> {
     const int32_t* x = reinterpret_cast<const int32_t*>(tile);
     Vector total[N][2] = {};
     for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N) {
-      for (int64_t line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      for (int64_t line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(panel + AHEAD + line, 0, 2);
       const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
       const float* row_sums = row_scales + N;
       const float16* scales = reinterpret_cast<const float16*>(panel + UNITS / 2 * UNIT * PANEL);

@@ -13,7 +13,7 @@ namespace octavo::gemm {
 namespace {
 
 constexpr int64_t INTEGERS = PANEL * GROUP;  // bytes of a group of a panel
-constexpr int64_t AHEAD = 4;                 // groups
+constexpr int64_t AHEAD = 8;                 // groups
 
 // Weights: for each group [UNITS][PANEL][4], then float16 scales [PANEL]; of rotated ones see ROTATED_GROUP_BYTES. x:
 // see `prepare_groups`; what is noted is what the offset of the weights adds to the sum, negated.
@@ -48,14 +48,14 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
       const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
       const int32_t* corrections = x + (UNITS + 1) * N;
       const Scale* scales = reinterpret_cast<const Scale*>(scales_at);
-      __builtin_prefetch(scales_at + AHEAD * SCALES);
+      __builtin_prefetch(scales_at + AHEAD * SCALES, 0, 2);
       Integers acc[N][2];
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
 #pragma GCC unroll 2
       for (int64_t i = 0; i < UNITS; ++i) {
         const char* unit = panel + i * UNIT * PANEL;
-        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD * STEP + line);
+        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD * STEP + line, 0, 2);
         const Integers low = load_integers(unit), high = load_integers(unit + UNIT * WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < N; ++row) {

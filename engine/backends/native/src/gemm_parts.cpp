@@ -45,6 +45,7 @@ void parts_part(const Product& p, int thread, int threads) {
   const int64_t count = *static_cast<const int64_t*>(p.weight);
   const Part* parts = reinterpret_cast<const Part*>(static_cast<const int64_t*>(p.weight) + 1);
   Product own = p;
+  own.tickets = nullptr;  // they are those of one product
   for (int64_t i = 0; i < count; ++i) {
     if (i) barrier(threads);  // the tiles of this part lie where those of the last do
     own.weight = parts[i].weight;

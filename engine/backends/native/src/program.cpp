@@ -43,10 +43,10 @@ struct Runner {
     rms_norm_part(a, thread, threads);
   }
 
-  void run(const ProductWhat& o) const {
+  void run(const ProductWhat& o, Ticket* tickets) const {
     if (o.kind != gemm::BY_AMX_FLOAT32)
       return multiply(o.kind, o.tile_rows, at(o.x), o.x.stride, at(o.y), o.y.stride, o.weight, o.bias, step.tokens,
-                      o.outputs, o.inputs);
+                      o.outputs, o.inputs, tickets);
     // Tiles would be slow for a short input alone. So that its numbers do not depend on what else is computed, its tokens
     // go by vectors in any company. Rows should come by their length: then there are two runs at most.
     const auto is_short = [&](int64_t row) { return step.starts[row + 1] - step.starts[row] <= gemm::FEW; };
@@ -61,24 +61,31 @@ struct Runner {
   }
 
   void multiply(int64_t kind, int64_t tile_rows, const T* x, int64_t x_stride, T* y, int64_t y_stride,
-                const void* weight, const float* bias, int64_t rows, int64_t outputs, int64_t inputs) const {
+                const void* weight, const float* bias, int64_t rows, int64_t outputs, int64_t inputs,
+                Ticket* tickets = nullptr) const {
     constexpr int64_t format = sizeof(T) == 4 ? gemm::FLOAT32 : gemm::BFLOAT16;
     const int64_t tiles = (rows + tile_rows - 1) / tile_rows + step.spare;
     const gemm::Product p{x,      y,        weight,   bias, step.workspace, tiles, format,
-                          format, x_stride, y_stride, rows, outputs,        inputs};
+                          format, x_stride, y_stride, rows, outputs,        inputs,         tickets};
     gemm::part_of(kind, p, thread, threads);
   }
 
-  // The products of all experts with their rows.
+  // The products of all experts with their rows. Threads meet wherever a product's tiles lie where those of the last one
+  // did, unless each thread has laid out a tile for itself both times (product_part).
   void multiply_each(const ExpertsWhat& o, int64_t kind, int64_t tile_rows, const T* x, int64_t inputs, T* y,
                      int64_t outputs, const void* const* weights) const {
+    const bool tiled = (kind >= gemm::BY_AMX_FLOAT32 && kind <= gemm::BY_AMX_INT4) || kind == gemm::BY_PARTS;
+    bool was_lone = true;
     for (int64_t e = 0; e < o.count; ++e) {
       const int64_t first = o.starts[e], rows = o.starts[e + 1] - first;
       if (!rows) continue;
+      const bool lone = rows <= tile_rows && !tiled;
+      if (!lone || !was_lone) others.wait(threads);
+      was_lone = lone;
       multiply(kind, tile_rows, x + first * inputs, inputs, y + first * outputs, outputs, weights[e], nullptr, rows,
                outputs, inputs);
-      others.wait(threads);  // the next product's tiles lie where this one's do
     }
+    others.wait(threads);
   }
 
   void run(const ExpertsWhat& o) const {
@@ -232,10 +239,10 @@ struct Runner {
     });
   }
 
-  void run(const Operation& o) const {
+  void run(const Operation& o, Ticket* tickets) const {
     switch (o.kind) {
       case NORM: return run(*static_cast<const NormWhat*>(o.what));
-      case PRODUCT: return run(*static_cast<const ProductWhat*>(o.what));
+      case PRODUCT: return run(*static_cast<const ProductWhat*>(o.what), tickets);
       case ROTATE: return run(*static_cast<const RotateWhat*>(o.what));
       case ATTEND: return run(*static_cast<const AttendWhat*>(o.what));
       case ACTIVATE: return run(*static_cast<const ActivateWhat*>(o.what));
@@ -275,12 +282,14 @@ template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
   if ((step.outside = find_outside(step, operations, count))) return;
   Barrier others;
+  auto* tickets = static_cast<Ticket*>(step.tickets);
+  __builtin_memset(step.tickets, 0, static_cast<size_t>(count * step.spare) * sizeof(Ticket));
   parallel(true, [&](int thread, int threads) {
     const Runner<T> runner{step, others, thread, threads};
     const bool timed = step.times && thread == 0;
     int64_t begun = timed ? now() : 0;
     for (int64_t i = 0; i < count; ++i) {
-      runner.run(operations[i]);
+      runner.run(operations[i], threads <= step.spare ? tickets + i * step.spare : nullptr);
       const int64_t done = timed ? now() : 0;
       if (operations[i].barrier) others.wait(threads);
       if (!timed) continue;

@@ -36,6 +36,7 @@ struct Step {
   int64_t rows;
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
+  void* tickets;             // [operations, spare] Ticket, for products
   int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
   int64_t outside;           // result: 0, or an `Outside`
 };

@@ -100,4 +100,39 @@ OCTAVO_INLINE Share share(int64_t count, int thread, int threads, int64_t piece 
   return {smaller(first, count), smaller(last, count)};
 }
 
+// How many pieces of a thread's share have been taken: from its front in the upper half, from its back in the lower one.
+struct Ticket {
+  alignas(64) uint64_t taken;
+};
+
+// Takes up to `some` pieces of a share that nobody has: its own thread from the front, others from the back. A thread
+// that the system has sent away, or whose memory is slower, holds up the others less. Nothing if all are taken.
+OCTAVO_INLINE Share take(Ticket& ticket, Share whole, int64_t some, bool back) {
+  uint64_t seen = __atomic_load_n(&ticket.taken, __ATOMIC_RELAXED);
+  for (;;) {
+    const int64_t front = static_cast<int64_t>(seen >> 32), rear = static_cast<int64_t>(seen & 0xffffffff);
+    const int64_t left = whole.last - whole.first - front - rear;
+    if (left <= 0) return {0, 0};
+    const int64_t count = smaller(some, left);
+    const uint64_t next = seen + (static_cast<uint64_t>(count) << (back ? 0 : 32));
+    if (!__atomic_compare_exchange_n(&ticket.taken, &seen, next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+    if (back) return {whole.last - rear - count, whole.last - rear};
+    return {whole.first + front, whole.first + front + count};
+  }
+}
+
+// Calls body(piece) for some of `count` pieces, with which all threads of a region together get each of them once. A
+// thread takes `some` at a time, first of its own share, then of the others'.
+template <class Body>
+OCTAVO_INLINE void each_taken(Ticket* tickets, int64_t count, int thread, int threads, int64_t some, const Body& body) {
+  for (int i = 0; i < threads; ++i) {
+    const int whose = (thread + i) % threads;
+    for (;;) {
+      const Share taken = take(tickets[whose], share(count, whose, threads), some, i > 0);
+      if (taken.first == taken.last) break;
+      for (int64_t piece = taken.first; piece < taken.last; ++piece) body(piece);
+    }
+  }
+}
+
 }  // namespace octavo

@@ -1,0 +1,1 @@
+"""A closed load over HTTP, from a client that costs little: what the measurements of the service share."""

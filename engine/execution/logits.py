@@ -1,0 +1,35 @@
+"""Hidden states of a step, and the logits of some of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.backends import triton as gpu
+from engine.model.kernels import LIBRARY, RowForm
+from engine.model.transformer import Transformer
+from engine.scheduling.plan import Int32
+
+
+class Logits:
+    """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count.
+
+    Not a method of the runner: its holder would keep the runner alive, which keeps the holder.
+    """
+
+    def __init__(self, model: Transformer, min_rows: int):
+        self._model, self._min_rows = model, min_rows
+
+    def __call__(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
+        count = len(hidden)
+        if count >= self._min_rows:
+            return self._model.logits(hidden, form)
+        hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
+        return self._model.logits(hidden)[:count]
+
+
+def hidden_of(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
+    """The hidden states of some of a step's tokens, in their order; no copy if these are all tokens."""
+    if len(rows) < num_tokens:
+        return hidden[gpu.upload(rows, hidden.device).long()]
+    return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]

@@ -1,0 +1,208 @@
+"""Token sides: what a step carries of each token beside its id and its position, declared once in `SIDES`.
+
+A side is an array of whole numbers, one entry for each token. Requests, sequences, plans, messages, buffers and
+recorded steps carry sides by their names and never look at the numbers. Only the operation that reads a side knows what
+they mean. docs/adding-a-model.md explains how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidRequestError
+from engine.interface.values import brief
+
+Values = NDArray[np.int32]
+"""[tokens], or [tokens, width] of a side that has several numbers for each token."""
+Sides = Mapping[str, Values]
+"""By name; a side that is not there has its default for every token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSide:
+    """One side.
+
+    Attributes:
+        name: of the side in requests, plans and inputs. A side that `Embed` reads has a field of this name in
+            `spec.Tokens`: the number of its values, 0 in a model that does not read it.
+        reads: the operation that reads it (`engine.model.operations`).
+        dtype: of its numbers on the host; a device has them as int64 indices, or as int32 in recorded steps.
+        width: numbers for each token.
+        default: each number of a token of which nothing is known.
+        goes_on: tokens of an answer have the numbers of the last token of which something is known; else the default.
+        asked: requests may bring it; else the scheduler makes it.
+        param: its field of `TokenInput`; None: requests name it in `TokenInput.sides`.
+        least: this many values are accepted, and ignored, by models that do not read the side.
+        noun, form: its entries and an entry with several numbers, in messages.
+        rule, fits: what is true of an entry with several numbers, in words and as a check.
+    """
+
+    name: str
+    reads: Literal["Embed", "PrepareHeads"]
+    dtype: type[np.int32] = np.int32
+    width: int = 1
+    default: int = 0
+    goes_on: bool = False
+    asked: bool = True
+    param: str | None = None
+    least: int = 0
+    noun: str = "integers"
+    form: str = "integers"
+    rule: str = "in any order"
+    fits: Callable[[Sequence[int]], bool] = lambda entry: True
+
+    @property
+    def field(self) -> str:
+        """The field of a request that sets it."""
+        return self.param or self.name
+
+    @property
+    def entry(self) -> int | list[int]:
+        """The default of a token."""
+        return self.default if self.width == 1 else [self.default] * self.width
+
+    def array(self, values: Sequence[Any]) -> Values:
+        """Entries as an array."""
+        return np.array(values, dtype=self.dtype).reshape((-1,) if self.width == 1 else (-1, self.width))
+
+    def part(self, known: Values, start: int, count: int) -> Values:
+        """The entries of `count` tokens from `start` on, of a sequence of whose first tokens some are known."""
+        found = known[start : start + count]
+        if len(found) == count:
+            return found
+        rest = known[-1] if self.goes_on and len(known) else self.default
+        return np.concatenate((found, np.full((count - len(found), *known.shape[1:]), rest, dtype=self.dtype)))
+
+    def is_same(self, known: Values) -> bool:
+        """All tokens of the sequence have the same numbers."""
+        return self.goes_on and len(known) == 1
+
+    def is_known(self, known: Values, start: int) -> bool:
+        """Tokens from `start` on may have other numbers than the default."""
+        return self.goes_on or start < len(known)
+
+    def read(self, values: Any, count: int, limit: int) -> Values | None:
+        """The entries of so many tokens as a request brings them; None where all are the default.
+
+        Args:
+            limit: how many values there are in the model, 0 if it does not read the side.
+
+        Raises:
+            InvalidRequestError: of another number, or not the model's values.
+        """
+        name, limit = self.field, max(limit, self.least)
+        if not limit:
+            self._refuse(f"this model does not read {self.noun}. Remove {name}.", "unsupported_parameter")
+        if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+            self._refuse(f"{name} must be a list of {self.noun}, got {brief(values)}.")
+        if len(values) != count:
+            entries = "entries" if self.width == 1 else self.noun
+            self._refuse(f"{name} has {len(values)} {entries} for {count} tokens.")
+        for entry in values:
+            self._check(entry, limit)
+        found = self.array(values)
+        return found if (found != self.default).any() else None
+
+    def _check(self, entry: Any, limit: int) -> None:
+        name = self.field
+        if self.width == 1:
+            if not _is_integer(entry):
+                self._refuse(f"{name} must hold integers.")
+            if not 0 <= entry < limit:
+                self._refuse(f"{name} holds {brief(entry)}, but the model has ids 0 to {limit - 1}.", "invalid_value")
+            return
+        right = isinstance(entry, Sequence) and len(entry) == self.width and all(map(_is_integer, entry))
+        if not (right and all(0 <= number < limit for number in entry) and self.fits(entry)):
+            self._refuse(
+                f"{name} must hold {self.form}, from 0 to {limit - 1}, {self.rule}; got {brief(entry)}.",
+                "invalid_value",
+            )
+
+    def _refuse(self, message: str, code: str | None = None) -> None:
+        raise InvalidRequestError(message, param=self.field, code=code)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_box(edges: Sequence[int]) -> bool:
+    left, upper, right, lower = edges
+    return left <= right and upper <= lower
+
+
+SIDES: dict[str, TokenSide] = {
+    side.name: side
+    for side in (
+        # The segment of each token, for encoders that tell segments apart.
+        TokenSide(name="token_types", reads="Embed", param="token_type_ids", least=1),
+        # The box of each token on its page.
+        TokenSide(
+            name="boxes",
+            reads="Embed",
+            width=4,
+            param="bbox",
+            noun="boxes",
+            form="boxes of four integers, [left, upper, right, lower]",
+            rule="left not beyond right and upper not beyond lower",
+            fits=_is_box,
+        ),
+        # How many rows after its position a token's angles are in rotary tables.
+        TokenSide(name="rotary_offsets", reads="PrepareHeads", asked=False, goes_on=True),
+    )
+}
+
+
+def hashed(sides: Sides, start: int, count: int) -> list[Values]:
+    """The values that tell `count` tokens from `start` on from tokens of the same ids with other sides. Sides that
+    are the default, or the same for all tokens of a sequence, add nothing: those are in its root (`hashed_root`)."""
+    found: list[Values] = []
+    for mark, side in _marks():
+        known = sides.get(side.name)
+        if known is None or side.is_same(known) or not side.is_known(known, start):
+            continue
+        values = side.part(known, start, count)
+        if (values != side.default).any():
+            found += [mark, values.ravel()]
+    return found
+
+
+def hashed_root(sides: Sides) -> list[Values]:
+    """The values that tell a sequence from others by the sides that are the same for all its tokens."""
+    same = [
+        (mark, sides[side.name]) for mark, side in _marks() if side.name in sides and side.is_same(sides[side.name])
+    ]
+    return [part for mark, known in same for part in (mark, known.ravel())]
+
+
+def _marks() -> Iterable[tuple[Values, TokenSide]]:
+    """Each side with a number in front of its own that is no token, nor -1, which stands before encoder inputs."""
+    return ((np.array([-2 - number], dtype=np.int32), side) for number, side in enumerate(SIDES.values()))
+
+
+def asked_sides() -> Iterable[TokenSide]:
+    """The sides that requests may bring."""
+    return (side for side in SIDES.values() if side.asked)
+
+
+def read_sides(given: Mapping[str, Any], count: int, limits: Mapping[str, int]) -> dict[str, Values]:
+    """The sides of so many tokens as a request brings them; those that are all default are left out.
+
+    Args:
+        limits: the number of values of each side that the model reads.
+
+    Raises:
+        InvalidRequestError: names the first side that is not right, or is none.
+    """
+    known = {side.name: side for side in asked_sides()}
+    for name in given:
+        if name not in known:
+            message = f"a token has no {brief(name)}. The sides of tokens are {', '.join(known)}."
+            raise InvalidRequestError(message, param="sides", code="invalid_value")
+    read = {name: known[name].read(values, count, limits.get(name, 0)) for name, values in given.items()}
+    return {name: values for name, values in read.items() if values is not None}

@@ -1,0 +1,105 @@
+"""A family of decoders as a row of a table: each argument of `decoder` is a part of the model, read from a config.
+
+`decoders.py`, `older_decoders.py` and `expert_decoders.py` hold the rows. What a row leaves out is as LLaMA has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.model.families.common import gated_network, lm, rms, tokens
+from engine.model.families.names import DecoderNames, decoder_table
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, FeedForward, Lm, ModelSpec, Placement, Pre, Stack, Tokens
+from engine.model.table import Family, WeightTable
+
+
+def before_each_sublayer(_config: Any, norm: Norm) -> Placement:
+    return Pre(norm, norm)
+
+
+def pairs(*names: str) -> tuple[str, ...]:
+    """LlamaForCausalLM and LlamaModel for Llama."""
+    return tuple(f"{name}{kind}" for name in names for kind in ("ForCausalLM", "Model"))
+
+
+def decoder(
+    name: str,
+    architectures: tuple[str, ...],
+    brings: str,
+    *,
+    attention: Callable[[Any], Attention | list[Attention]],
+    ffn: Callable[[Any], FeedForward | list[FeedForward]] = gated_network,
+    norm: Callable[[Any], Norm] = rms,
+    placement: Callable[[Any, Norm], Placement] = before_each_sublayer,
+    embedding: Callable[[Any], Tokens] = tokens,
+    final_norm: Callable[[Any], Norm | None] | None = None,
+    crosses: Callable[[Any], bool] | None = None,
+    head: Callable[[Any], Lm] = lm,
+    residual_scale: Callable[[Any], float] | None = None,
+    projection: Callable[[Any], int | None] | None = None,
+    context_length: Callable[[Any], int] | None = None,
+    refuse: Callable[[Any], None] | None = None,
+    names: DecoderNames | None = None,
+    weights: Callable[[ModelSpec], WeightTable] | None = None,
+    reads_mxfp4: bool = False,
+) -> Family:
+    """The family of these decoders.
+
+    Args:
+        name, architectures, brings, reads_mxfp4: see `Family`. Those whose names end with Model have no head.
+        attention, ffn: one for all layers, or a list with one for each.
+        norm: of the layers, and of the end unless `final_norm` says otherwise.
+        placement: of a layer's norms, given the config and the norm.
+        crosses: whether layers attend to an encoder as well, by attention of the same form.
+        residual_scale, projection, context_length: see `Block`, `Stack` and `ModelSpec`.
+        refuse: raises UnsupportedModelError for settings that no part expresses.
+        names: of the weights; None: LLaMA's.
+        weights: the table of weights, where names do not suffice.
+    """
+
+    def spec(config: Any) -> ModelSpec:
+        if refuse is not None:
+            refuse(config)
+        own, found, networks = norm(config), attention(config), ffn(config)
+        layers = len(found) if isinstance(found, list) else config.num_hidden_layers
+        attentions = found if isinstance(found, list) else [found] * layers
+        order, factor = placement(config, own), 1.0 if residual_scale is None else residual_scale(config)
+        crossing = crosses is not None and crosses(config)
+        if crossing:
+            order = Pre(own, own, own)
+        blocks = tuple(
+            Block(
+                placement=order,
+                attention=part,
+                cross=part if crossing else None,
+                ffn=network,
+                residual_scale=factor,
+            )
+            for part, network in zip(
+                attentions, networks if isinstance(networks, list) else [networks] * layers, strict=True
+            )
+        )
+        stack = Stack(
+            hidden_size=config.hidden_size,
+            embedding=embedding(config),
+            blocks=blocks,
+            final_norm=own if final_norm is None else final_norm(config),
+            projection=None if projection is None else projection(config),
+        )
+        length = None if context_length is None else context_length(config)
+        return ModelSpec(encoder=None, decoder=stack, head=head(config), context_length=length)
+
+    def table(model: ModelSpec) -> WeightTable:
+        return decoder_table(model, names or DecoderNames())
+
+    return Family(
+        name=name,
+        architectures=architectures,
+        headless=tuple(n for n in architectures if n.endswith("Model") and not n.endswith("HeadModel")),
+        brings=brings,
+        spec=spec,
+        weights=weights or table,
+        reads_mxfp4=reads_mxfp4,
+    )

@@ -1,0 +1,241 @@
+"""A family of encoders as a row of a table: its stack and head, read from a config, and the names of its weights.
+
+`encoders.py` holds the rows. What names leave out is as BERT has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.model.families.common import linear, norm
+from engine.model.families.encoder_only import (
+    answer_weights,
+    embedding_weights,
+    first_token_weights,
+    layer_target,
+    masked_lm_weights,
+    token_weights,
+)
+from engine.model.families.names import LayerNames, layer_weights
+from engine.model.positions import Learned
+from engine.model.spec import AnswerSpan, Classifier, Head, MaskedLm, ModelSpec, Stack, Tokens
+from engine.model.table import Entry, Family, WeightTable
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "Model")
+KINDS = ("ForMaskedLM", *CLASSIFIERS)
+PRETRAINED = ("ForMaskedLM", "ForPreTraining", *CLASSIFIERS)
+ANSWERING = ("ForMaskedLM", "ForQuestionAnswering", *CLASSIFIERS)
+
+
+def of(kinds: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    """BertForMaskedLM and the others, for Bert."""
+    return tuple(f"{name}{kind}" for name in names for kind in kinds)
+
+
+# What kind of head an encoder has, as `HeadNames.unread` counts them.
+HeadKind = Literal["masked", "first", "each", "answer", "none"]
+# Buffers of old checkpoints, and a table that the config says is not used.
+TABLES = r"embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)"
+# How checkpoints converted from TensorFlow name what norms hold.
+OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNames:
+    """Names of the weights of an encoder's heads.
+
+    Attributes:
+        masked: of a masked-language-model head the dense layer, the norm and the output matrix.
+        masked_bias: another name of that matrix's bias.
+        first: the two layers over the first token, which classify a text.
+        each: the layer over each token.
+        unread: patterns of names that no answer depends on (`WeightTable.ignored`), by the kind of the model's head.
+        always_unread: patterns beside any head.
+    """
+
+    masked: tuple[str, str, str]
+    masked_bias: str | None = None
+    first: tuple[str, str]
+    each: str = "classifier"
+    unread: Mapping[HeadKind, tuple[str, ...]] = field(default_factory=dict)
+    always_unread: tuple[str, ...] = ()
+
+
+def bert_heads(stem: str) -> HeadNames:
+    """The heads as BERT names them, given what the encoder's names begin with."""
+    pooler = rf"{stem}\.pooler\..*"
+    return HeadNames(
+        masked=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
+        masked_bias="cls.predictions.bias",
+        first=(f"{stem}.pooler.dense", "classifier"),
+        unread={
+            # The other head of pretraining, and the pooler that it reads.
+            "masked": (r"cls\.seq_relationship\..*", pooler, r"cls\.predictions\.(decoder\.)?bias"),
+            "each": (pooler,),
+            "answer": (pooler,),
+            # ColBERT's matrix after the encoder is read with what lies beside the model (`engine.model.retrieval`).
+            "none": (pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*", r"linear\.weight"),
+        },
+    )
+
+
+def roberta_heads(stem: str) -> HeadNames:
+    """The heads as RoBERTa names them, given what the encoder's names begin with."""
+    other = (r"lm_head\..*",)
+    return HeadNames(
+        masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
+        masked_bias="lm_head.bias",
+        first=("classifier.dense", "classifier.out_proj"),
+        unread={
+            "masked": (r"lm_head\.(decoder\.)?bias",),
+            "first": other,
+            "each": other,
+            "answer": other,
+            "none": (r"(lm_head|classifier|qa_outputs)\..*",),
+        },
+        # Old checkpoints hold buffers, and a pooler that no head reads.
+        always_unread=(rf"{stem}\.embeddings\.position_ids", rf"{stem}\.pooler\..*"),
+    )
+
+
+GENERATOR_HEADS = HeadNames(
+    masked=("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"),
+    first=("classifier.dense", "classifier.out_proj"),
+    unread={"none": (r"(generator_predictions|generator_lm_head|classifier|qa_outputs)\..*",)},
+)
+
+BERT_LAYER = LayerNames(
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    out="attention.output.dense",
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    ffn=("intermediate.dense", "output.dense"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderNames:
+    """Names of an encoder's weights.
+
+    Attributes:
+        stem: the beginning of all names but the heads'. Checkpoints of the headless model leave it out.
+        embedding_norm, expansion, final_norm: their names after the stem, where the model has them.
+        layers: their name after the stem, or a function from a layer's number to it.
+        layer: the names in a layer.
+        heads: the heads; None: BERT's.
+        unread: patterns of further names that no answer depends on, after the stem and a dot.
+        renamed: older names (`WeightTable.renamed`).
+    """
+
+    stem: str
+    embedding_norm: str = "embeddings.LayerNorm"
+    expansion: str = ""
+    layers: str | Callable[[int], str] = "encoder.layer"
+    layer: LayerNames = BERT_LAYER
+    final_norm: str = ""
+    heads: HeadNames | None = None
+    unread: tuple[str, ...] = (TABLES,)
+    renamed: tuple[tuple[str, str], ...] = OLD_NORMS
+
+
+def encoder(
+    name: str,
+    architectures: tuple[str, ...],
+    brings: str,
+    *,
+    stack: Callable[[Any], Stack],
+    head: Callable[[Any], Head],
+    names: EncoderNames | None = None,
+    headless: tuple[str, ...] = (),
+    weights: Callable[[ModelSpec], WeightTable] | None = None,
+) -> Family:
+    """The family of these encoders.
+
+    Args:
+        name, architectures, brings, headless: see `Family`.
+        stack, head: the encoder and its head, read from a config.
+        names: of the weights.
+        weights: the table of weights, where names do not suffice.
+    """
+
+    def spec(config: Any) -> ModelSpec:
+        found = stack(config)
+        return ModelSpec(encoder=found, decoder=None, head=head(config), context_length=_placed(found))
+
+    def table(model: ModelSpec) -> WeightTable:
+        assert names is not None
+        return encoder_table(model, names)
+
+    return Family(
+        name=name,
+        architectures=architectures,
+        headless=headless,
+        brings=brings,
+        spec=spec,
+        weights=weights or table,
+    )
+
+
+def _placed(stack: Stack) -> int | None:
+    """The length of the longest input, where positions are counted from the row after the padding's on."""
+    positions = stack.embedding.positions
+    counted = isinstance(positions, Learned) and positions.unplaced is not None
+    return positions.size - positions.offset if isinstance(positions, Learned) and counted else None
+
+
+def encoder_table(model: ModelSpec, names: EncoderNames, more: tuple[Entry, ...] = ()) -> WeightTable:
+    """The weights of an encoder and its head under these names, and `more` of them."""
+    stack, stem, heads = model.encoder, names.stem, names.heads or bert_heads(names.stem)
+    assert stack is not None
+    assert isinstance(stack.embedding, Tokens)
+    entries = embedding_weights(model, stem, names.embedding_norm)
+    if stack.embedding.expansion is not None:
+        entries += linear("encoder.embedding.expansion", f"{stem}.{names.expansion}", True, 0)
+    for i, block in enumerate(stack.blocks):
+        layer = f"{names.layers}.{i}" if isinstance(names.layers, str) else names.layers(i)
+        entries += layer_weights(layer_target(i, block), f"{stem}.{layer}", block, names.layer)
+    if stack.final_norm is not None:
+        entries += norm("encoder.final_norm", f"{stem}.{names.final_norm}", bias=True)
+    entries += head_weights(model.head, heads)
+    return WeightTable(
+        (*entries, *more),
+        prefix=f"{stem}.",
+        ignored=(
+            *heads.always_unread,
+            *heads.unread.get(head_kind(model.head), ()),
+            *(rf"{stem}\.{pattern}" for pattern in names.unread),
+        ),
+        renamed=names.renamed,
+        head=f"{heads.masked[2]}.weight" if isinstance(model.head, MaskedLm) else None,
+    )
+
+
+def head_kind(head: Head) -> HeadKind:
+    match head:
+        case MaskedLm():
+            return "masked"
+        case Classifier(pooling=None):
+            return "each"
+        case Classifier():
+            return "first"
+        case AnswerSpan():
+            return "answer"
+        case _:
+            return "none"
+
+
+def head_weights(head: Head, names: HeadNames) -> list[Entry]:
+    """The weights of a head under these names."""
+    match head:
+        case MaskedLm():
+            dense, layer_norm, output = names.masked
+            return masked_lm_weights(head, dense=dense, layer_norm=layer_norm, output=output, bias=names.masked_bias)
+        case Classifier(pooling=None):
+            return token_weights(names.each)
+        case Classifier():
+            return first_token_weights(*names.first)
+        case AnswerSpan():
+            return answer_weights()
+        case _:
+            return []

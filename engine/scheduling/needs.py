@@ -1,0 +1,63 @@
+"""The memory needs of a model's sequences, and the facts that make their prefixes equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.interface.request import Request
+from engine.interface.token_sides import Sides, hashed_root
+from engine.scheduling.block_pool import PageHash, PageHasher
+from engine.scheduling.encoder_input import EncoderInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceNeeds:
+    """The needs of a model kind (`engine.execution.model_kinds`).
+
+    Attributes:
+        paged: keys and values of tokens lie in pages, which later sequences with the same prefix find; else every input
+            is read whole by one step, and leaves nothing.
+        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
+        encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values lie in
+            pages of their own; 0 if there is no such encoder.
+        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
+            turned otherwise than longer ones, and find their angles as many rows after their positions.
+    """
+
+    paged: bool = True
+    window: int | None = None
+    encoder_length: int = 0
+    rotary_shifts: tuple[tuple[int, int], ...] = ()
+
+    def sides_of(self, request: Request) -> Sides:
+        """The facts about a request's tokens beside their ids: those that it brings, and those that follow from its
+        length."""
+        shift = self.rotary_shift(request.reach)
+        return {**request.sides, "rotary_offsets": np.array([shift], dtype=np.int32)} if shift else request.sides
+
+    def rotary_shift(self, reach: int) -> int:
+        """The number of rows after its position at which a token's angles are, in a sequence that can reach so many
+        tokens."""
+        return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
+
+    def crossed_limit(self, request: Request) -> int | None:
+        """The first length beyond which sequences are turned otherwise, and which this request's prompt is within and
+        its answer may pass; None if there is none."""
+        prompt, reach = len(request.prompt_token_ids), request.reach
+        return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
+
+
+def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
+    """Hash before an encoder's input: what changes its keys and values besides the input."""
+    return hasher.root(request.cache_salt)
+
+
+def sequence_root(request: Request, hasher: PageHasher, encoder_input: EncoderInput | None, sides: Sides) -> PageHash:
+    """Hash before the first page of a request's sequences: what changes keys and values besides tokens and the sides
+    that differ from token to token."""
+    root = encoder_root(request, hasher) if encoder_input is None else encoder_input.key
+    # No token is negative: this is no page's hash.
+    more = hashed_root(sides) if sides else []
+    return hasher.extend(root, np.concatenate(more)) if more else root

@@ -1,0 +1,1 @@
+"""The parts of train.py: the corpora, the tokenizer, the models, the training loop."""
