@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from load.client import Target, TransportError  # noqa: E402
+from load.client import Target, TargetError, TransportError  # noqa: E402
 from soaking.report import report  # noqa: E402
 from soaking.running import Found, Plan, Soak  # noqa: E402
 from soaking.service import Service, ServiceError  # noqa: E402
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = from_folder(options.workloads, rng) if options.workloads else synthetic(rng)
         with tempfile.TemporaryDirectory() as made:
             found = asyncio.run(soak(options, plan, shapes, options.log or Path(made) / "service.log"))
-    except (BenchError, ServiceError, TransportError, TimeoutError) as problem:
+    except (BenchError, ServiceError, TargetError, TransportError, TimeoutError) as problem:
         print(f"soak: {problem or type(problem).__name__}", file=sys.stderr)
         return 1
     result = json.dumps(report(found, plan, shapes, options.model or "demo"), indent=2)

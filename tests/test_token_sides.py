@@ -24,7 +24,7 @@ from engine.execution.recording import eager
 from engine.interface.token_sides import SIDES, TokenSide, hashed, hashed_root
 from engine.model import families, spec
 from engine.model.embedding import TokenEmbedding
-from engine.model.families import llama
+from engine.model.families.decoders import FAMILIES
 from engine.model.table import Entry, WeightTable
 from engine.scheduling.page_events import PagesStored
 
@@ -60,9 +60,12 @@ def embed(self: Any, token_ids: Tensor, positions: Tensor, metadata: Any, tokens
     return x + (self.colours[0] if colours is None else F.embedding(colours, self.colours))
 
 
-# 4. engine/model/families/llama.py
+# 4. LLaMA's row in engine/model/families/decoders.py
+LLAMA = next(family for family in FAMILIES if family.name == "LLaMA")
+
+
 def coloured_spec(config: Any) -> spec.ModelSpec:
-    model = llama.spec(config)
+    model = LLAMA.spec(config)
     assert model.decoder is not None
     tokens = model.decoder.embedding
     assert isinstance(tokens, spec.Tokens)
@@ -71,7 +74,7 @@ def coloured_spec(config: Any) -> spec.ModelSpec:
 
 
 def coloured_weights(model: spec.ModelSpec) -> WeightTable:
-    table = llama.FAMILY.weights(model)
+    table = LLAMA.weights(model)
     colours = Entry("decoder.embedding.colours", ("model.embed_colours.weight",))
     return replace(table, entries=(*table.entries, colours))
 
@@ -118,7 +121,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIDES, SIDE.name, SIDE)
     monkeypatch.setattr(TokenEmbedding, "__init__", build)
     monkeypatch.setattr(TokenEmbedding, "forward", embed)
-    family = replace(llama.FAMILY, spec=coloured_spec, weights=coloured_weights)
+    family = replace(LLAMA, spec=coloured_spec, weights=coloured_weights)
     monkeypatch.setitem(families._BY_ARCHITECTURE, "LlamaForCausalLM", family)
     assert families.find(SimpleNamespace(architectures=["LlamaForCausalLM"])) is family
 

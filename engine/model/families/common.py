@@ -76,7 +76,8 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
 
 def head_dim_of(config: Any) -> int:
     """Features of a head: the config's head_dim, or each head's share of hidden_size."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = getattr(config, "head_dim", None)
+    size: int = config.hidden_size // config.num_attention_heads if own is None else own
     return size
 
 
@@ -88,7 +89,7 @@ def attention(config: Any, *, heads: int | None = None, bias: bool = False, **pa
         bias: all of its projections have biases.
         parts: further fields of `Attention`, and those that differ.
     """
-    heads = heads or config.num_attention_heads
+    heads = config.num_attention_heads if heads is None else heads
     head_dim = parts.get("head_dim") or head_dim_of(config)
     usual = {
         "heads": heads,
@@ -112,7 +113,7 @@ def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **pa
     Raises:
         UnsupportedModelError: the heads cannot share it.
     """
-    heads = heads or config.num_attention_heads
+    heads = config.num_attention_heads if heads is None else heads
     usual = {"kv_heads": heads, "head_dim": even_head_dim(config.hidden_size, heads)}
     return attention(config, heads=heads, bias=bias, **(usual | parts))
 

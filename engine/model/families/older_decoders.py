@@ -215,8 +215,8 @@ FALCON = DecoderNames(
 
 def _falcon_weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
-    placement = model.decoder.blocks[0].placement
-    two = isinstance(placement, Parallel) and len(placement.norms) == 2
+    placements = [block.placement for block in model.decoder.blocks]
+    two = any(isinstance(order, Parallel) and len(order.norms) == 2 for order in placements)
     return decoder_table(model, replace(FALCON, norms=("ln_attn", "ln_mlp")) if two else FALCON)
 
 
