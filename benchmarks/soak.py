@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from load.client import Target, TransportError  # noqa: E402
+from load.client import Target, TargetError, TransportError  # noqa: E402
 from soaking.report import report  # noqa: E402
 from soaking.running import Found, Plan, Soak  # noqa: E402
 from soaking.service import Service, ServiceError  # noqa: E402
@@ -52,6 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--url", help="try a running server with default limits and no other clients: no kills, no /proc, no log"
     )
+    parser.add_argument("--processes", type=int, default=1, help="that answer HTTP")
     parser.add_argument("--workloads", type=Path, help="a folder with traces to take texts, lengths and gaps from")
     parser.add_argument("--clients", type=int, default=8, help="at a time")
     parser.add_argument("--cases", type=int, default=96, help="different requests")
@@ -65,14 +66,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def arguments_of(plan: Plan, model: str | None, pages: int) -> list[str]:
+def arguments_of(plan: Plan, model: str | None, pages: int, processes: int) -> list[str]:
     """Those of the service: small limits, so that all of them are met."""
     return [
         *([model] if model else []),
         *(["--num-gpu-blocks-override", str(pages)] if pages else []),
         *("--max-num-seqs", "16", "--max-num-queued-reqs", "16", "--max-body-size", str(plan.largest_body)),
         *("--stream-stall-timeout", str(_STALL), "--stream-keepalive", "1", "--max-engine-failures", "1000000"),
-        *("--shutdown-timeout", "10"),
+        *("--shutdown-timeout", "10", "--api-server-count", str(processes)),
     ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ async def soak(options: argparse.Namespace, plan: Plan, shapes: Shapes, log: Pat
     """One run, with a service of our own unless there is a URL."""
     if options.url:
         return await Soak(Service(Target.parse(options.url)), shapes, plan).run()
-    service = await Service.start(arguments_of(plan, options.model, options.pages), log, _START)
+    service = await Service.start(arguments_of(plan, options.model, options.pages, options.processes), log, _START)
     try:
         found = await Soak(service, shapes, plan).run()
     finally:
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = from_folder(options.workloads, rng) if options.workloads else synthetic(rng)
         with tempfile.TemporaryDirectory() as made:
             found = asyncio.run(soak(options, plan, shapes, options.log or Path(made) / "service.log"))
-    except (BenchError, ServiceError, TransportError, TimeoutError) as problem:
+    except (BenchError, ServiceError, TargetError, TransportError, TimeoutError) as problem:
         print(f"soak: {problem or type(problem).__name__}", file=sys.stderr)
         return 1
     result = json.dumps(report(found, plan, shapes, options.model or "demo"), indent=2)

@@ -55,9 +55,9 @@ class EngineConfig:
             as they are. none expands them to dtype (default: stored on a CPU, none on a GPU).
         quantization_cache: folder that keeps quantized weights for the next start, or off (default: octavo/quantization
             in the user's cache).
-        share_weights: on a CPU, keep the weights of any model in quantization_cache, as the kernels read them, and map
-            them from there. Engines of one model then share one copy in memory, and start faster. The folder grows by
-            the size of the model.
+        share_weights: on a CPU, store the weights of every model in quantization_cache, in the form that the kernels
+            read, and map them from there. Engines with the same model then share one copy in memory and start faster.
+            The folder grows by the size of the model.
         device: cpu, cuda, cuda:N or auto.
         threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
             container).

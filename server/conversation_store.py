@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+
+from server.store_sizes import counting
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS conversations (
@@ -31,18 +33,6 @@ CREATE TABLE IF NOT EXISTS items (
     UNIQUE (conversation, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS items_by_place ON items (conversation, number);
-CREATE TRIGGER IF NOT EXISTS conversation_kept AFTER INSERT ON conversations BEGIN
-    INSERT INTO usage (tenant, size) VALUES (new.tenant, new.size)
-    ON CONFLICT (tenant) DO UPDATE SET size = size + excluded.size;
-END;
-CREATE TRIGGER IF NOT EXISTS conversation_grown AFTER UPDATE OF size ON conversations BEGIN
-    UPDATE usage SET size = size + new.size - old.size WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS conversation_lost AFTER DELETE ON conversations BEGIN
-    DELETE FROM items WHERE conversation = old.number;
-    UPDATE usage SET size = size - old.size WHERE tenant = old.tenant;
-    DELETE FROM usage WHERE tenant = old.tenant AND size <= 0;
-END;
 CREATE TRIGGER IF NOT EXISTS item_kept AFTER INSERT ON items BEGIN
     UPDATE conversations SET size = size + length(CAST(new.item AS BLOB)) WHERE number = new.conversation;
 END;
@@ -50,7 +40,10 @@ CREATE TRIGGER IF NOT EXISTS item_lost AFTER DELETE ON items BEGIN
     UPDATE conversations SET size = size - length(CAST(old.item AS BLOB)) WHERE number = old.conversation;
 END;
 """
+TABLES += counting("conversations", "items", "conversation")
 _ROW = 64  # bytes that a conversation counts besides its items
+
+T = TypeVar("T")
 
 Item = dict[str, Any]
 
@@ -76,6 +69,13 @@ class Page:
     more: bool
 
 
+class Runs(Protocol):
+    """Calls in the store's thread."""
+
+    async def __call__(self, work: Callable[..., T], *args: Any) -> T:
+        """What the work returns."""
+
+
 class Conversations:
     """Conversations by id, those of each tenant apart. Where one is not there, or too old, the answer is None.
 
@@ -92,7 +92,7 @@ class Conversations:
     def __init__(
         self,
         database: sqlite3.Connection,
-        run: Callable[..., Awaitable[Any]],
+        run: Runs,
         transaction: Callable[[], AbstractContextManager[sqlite3.Connection]],
         now: Callable[[], float],
         oldest: Callable[[], float],
@@ -118,22 +118,19 @@ class Conversations:
         Raises:
             TooLargeError: it would have more.
         """
-        created: Conversation = await self._run(self._create, tenant or "", metadata, items, max_size)
-        return created
+        return await self._run(self._create, tenant or "", metadata, items, max_size)
 
     async def get(self, id_: str, tenant: str | None) -> Conversation | None:
         """One that is there."""
-        found: Conversation | None = await self._run(self._get, id_, tenant or "")
-        return found
+        return await self._run(self._get, id_, tenant or "")
 
     async def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
         """Replace its metadata."""
-        found: Conversation | None = await self._run(self._update, id_, tenant or "", metadata)
-        return found
+        return await self._run(self._update, id_, tenant or "", metadata)
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
         """Delete it with its items; whether there was one."""
-        return bool(await self._run(self._delete, id_, tenant or ""))
+        return await self._run(self._delete, id_, tenant or "")
 
     async def add(
         self,
@@ -152,8 +149,7 @@ class Conversations:
         Raises:
             TooLargeError: there would be more.
         """
-        added: list[Item] | None = await self._run(self._add, id_, tenant or "", items, most, max_size)
-        return added
+        return await self._run(self._add, id_, tenant or "", items, most, max_size)
 
     async def page(
         self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool
@@ -166,18 +162,15 @@ class Conversations:
         Raises:
             KeyError: it is not.
         """
-        page: Page | None = await self._run(self._page, id_, tenant or "", after, limit, ascending)
-        return page
+        return await self._run(self._page, id_, tenant or "", after, limit, ascending)
 
     async def item(self, id_: str, tenant: str | None, item: str) -> Item | None:
         """One of its items."""
-        found: Item | None = await self._run(self._item, id_, tenant or "", item)
-        return found
+        return await self._run(self._item, id_, tenant or "", item)
 
     async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
         """Delete one of its items; None where that is not there either."""
-        found: Conversation | None = await self._run(self._delete_item, id_, tenant or "", item)
-        return found
+        return await self._run(self._delete_item, id_, tenant or "", item)
 
     async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
         """All of its items, the oldest first.
@@ -189,8 +182,7 @@ class Conversations:
         Raises:
             TooLargeError: there are more.
         """
-        items: list[Item] | None = await self._run(self._history, id_, tenant or "", most, max_size)
-        return items
+        return await self._run(self._history, id_, tenant or "", most, max_size)
 
     # ---------------------------------------------------------------- in the store's thread
 

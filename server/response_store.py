@@ -27,6 +27,7 @@ from engine import ConfigError, parse_bytes
 from server import conversation_store
 from server.config.settings import ServerSettings
 from server.conversation_store import Conversations
+from server.store_sizes import USAGE, counting
 
 logger = logging.getLogger("octavo.server")
 
@@ -59,20 +60,8 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS by_tenant ON responses (tenant, number);
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
 CREATE INDEX IF NOT EXISTS by_owner ON responses (owner) WHERE owner IS NOT NULL;
-CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TRIGGER IF NOT EXISTS kept AFTER INSERT ON responses BEGIN
-    INSERT INTO usage (tenant, size) VALUES (new.tenant, new.size)
-    ON CONFLICT (tenant) DO UPDATE SET size = size + excluded.size;
-END;
-CREATE TRIGGER IF NOT EXISTS grown AFTER UPDATE OF size ON responses BEGIN
-    UPDATE usage SET size = size + new.size - old.size WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON responses BEGIN
-    DELETE FROM events WHERE response = old.number;
-    UPDATE usage SET size = size - old.size WHERE tenant = old.tenant;
-    DELETE FROM usage WHERE tenant = old.tenant AND size <= 0;
-END;
 """
+_TABLES += counting("responses", "events", "response")
 _INTERRUPTED = {
     "code": "server_error",
     "message": "The server stopped before the answer was complete; send the request again.",
@@ -357,7 +346,7 @@ class ResponseStore:
             database.execute(f"PRAGMA {setting}")
         if not num_tables:
             made = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_VERSION};"
-            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} {conversation_store.TABLES} {made} COMMIT;")
+            database.executescript(f"BEGIN IMMEDIATE; {USAGE} {_TABLES} {conversation_store.TABLES} {made} COMMIT;")
 
     def _close(self) -> None:
         self._thread.shutdown()

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 PACKAGES = Path(__file__).parent / "clients" / "agents" / "node_modules"
 CLAUDE = PACKAGES / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
 CODEX = PACKAGES / "@openai" / "codex" / "bin" / "codex.js"
+PYTHON_AGENTS = Path(os.environ.get("OCTAVO_TEST_CLIENTS", Path(sys.prefix) / "clients"))
 MODEL = "fake"
 # As Qwen 2.5 has it; a byte is a token here, so that an agent's prompt has some 80,000.
 TEMPLATE = (
@@ -51,19 +52,24 @@ class Scripted:
     """A service whose n-th answer is the n-th text.
 
     Attributes:
+        first_turn: the first text answers this turn of any conversation, since some agents ask for titles besides, or
+            begin with turns of their own; 0: the n-th request is answered with the n-th text.
         url: of it.
         prompts: what its model was asked.
         answers: path, status and ignored fields of each request.
     """
 
     texts: list[str]
+    first_turn: int = 0
     url: str = ""
     prompts: list[str] = field(default_factory=list)
     answers: list[tuple[str, int, str]] = field(default_factory=list)
 
     def script(self, request_id: str, source: Any, params: Any) -> Any:
         self.prompts.append(source.text)
-        return say(request_id, [f"{self.texts[len(self.prompts) - 1]}\0"], params, "stop")
+        place = source.text.count("<|assistant|>") - self.first_turn if self.first_turn else len(self.prompts) - 1
+        text = self.texts[place] if 0 <= place < len(self.texts) else "Done."
+        return say(request_id, [f"{text}\0"], params, "stop")
 
     def app(self) -> Any:
         """The app; what it answers is noted."""
@@ -92,8 +98,8 @@ def scripted() -> Iterator[Callable[[list[str]], Scripted]]:
     """Starts such a service."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(texts: list[str]) -> Scripted:
-        made = Scripted(texts)
+    def start(texts: list[str], first_turn: int = 0) -> Scripted:
+        made = Scripted(texts, first_turn)
         listener = socket.create_server(("127.0.0.1", 0))
         made.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(made.app(), log_level="warning", timeout_graceful_shutdown=1))
@@ -108,11 +114,11 @@ def scripted() -> Iterator[Callable[[list[str]], Scripted]]:
         thread.join()
 
 
-def run(command: list[str], folder: Path, environ: Mapping[str, str]) -> str:
+def run(command: list[str], folder: Path, environ: Mapping[str, str], interpreter: str = "node") -> str:
     """What an agent prints; nothing but the service can be reached."""
     quiet = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HOME": str(folder.parent)}
     done = subprocess.run(
-        ["node", *command],
+        [interpreter, *command],
         cwd=folder,
         env={"PATH": os.environ["PATH"], **quiet, **environ},
         stdin=subprocess.DEVNULL,
@@ -196,6 +202,191 @@ def test_codex(scripted: Callable[[list[str]], Scripted], folder: Path) -> None:
     assert "It says hello." in service.prompts[-1]
     assert {status for path, status, _ in service.answers if path == "/v1/responses"} == {200}
     assert "tools.web_search" in service.answers[-1][2]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent that is told what to do on its command line.
+
+    Attributes:
+        program: below PACKAGES.
+        shell: a call of its tool for shell commands.
+        command: its arguments before what it is told.
+        resume: further ones, to go on with the last session; none: that needs a terminal.
+        files: what it reads, by path in its home; @ stands for the service's address.
+        environ: likewise.
+        setup: arguments of a first run, which tells it where the service is.
+        first_turn: of the conversation, which is answered first.
+    """
+
+    program: str
+    shell: Callable[[str], str]
+    command: list[str]
+    resume: list[str]
+    files: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    first_turn: int = 1
+
+
+AGENTS = {
+    "opencode": Agent(
+        "opencode-ai/bin/opencode.exe",
+        lambda command: call("bash", command=command, description="Work"),
+        ["run", "--auto"],
+        ["--continue"],
+        {
+            ".config/opencode/opencode.json": {
+                "model": f"octavo/{MODEL}",
+                "provider": {
+                    "octavo": {
+                        "npm": "@ai-sdk/openai-compatible",
+                        "options": {"baseURL": "@/v1"},
+                        "models": {MODEL: {"limit": {"context": ROOM, "output": 4096}}},
+                    }
+                },
+            }
+        },
+    ),
+    "continue": Agent(
+        "@continuedev/cli/dist/cn.js",
+        lambda command: call("Bash", command=command),
+        ["--auto", "-p"],
+        ["--resume"],
+        {
+            ".continue/config.yaml": {
+                "name": "octavo",
+                "version": "1.0.0",
+                "schema": "v1",
+                "models": [{"name": MODEL, "model": MODEL, "provider": "openai", "apiBase": "@/v1", "apiKey": "none"}],
+            }
+        },
+    ),
+    "qwen-code": Agent(
+        "@qwen-code/qwen-code/cli.js",
+        lambda command: call("run_shell_command", command=command, is_background=False),
+        ["--yolo", "--auth-type", "openai", "-p"],
+        ["--continue"],
+        # It sends all requests through a proxy, whatever NO_PROXY says.
+        environ={"OPENAI_BASE_URL": "@/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL, "HTTPS_PROXY": ""},
+        first_turn=2,
+    ),
+    "cline": Agent(
+        "cline/bin/cline",
+        lambda command: call("run_commands", commands=[command]),
+        [],
+        [],
+        setup=["auth", "-p", "openai-compatible", "-b", "@/v1", "-k", "none", "-m", MODEL],
+    ),
+    "pi": Agent(
+        "@mariozechner/pi-coding-agent/dist/cli.js",
+        lambda command: call("bash", command=command),
+        ["--provider", "octavo", "--model", MODEL, "-p"],
+        ["--continue"],
+        {
+            ".pi/agent/models.json": {
+                "providers": {
+                    "octavo": {
+                        "baseUrl": "@/v1",
+                        "api": "openai-completions",
+                        "apiKey": "none",
+                        "models": [{"id": MODEL, "contextWindow": ROOM, "maxTokens": 4096}],
+                    }
+                }
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_of_npm(name: str, scripted: Callable[..., Scripted], folder: Path) -> None:
+    agent = AGENTS[name]
+    needs(PACKAGES / agent.program)
+    shell = agent.shell
+    service = scripted(
+        [
+            f"I look first.\n{shell('ls')}",
+            shell("cat greet.py"),
+            shell("sed -i s/wrold/world/ greet.py"),
+            shell(f"{sys.executable} greet.py"),
+            "It says hello.",
+            "It did work.",
+        ],
+        agent.first_turn,
+    )
+    for path, content in agent.files.items():
+        file = folder.parent / path
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content).replace("@/v1", f"{service.url}/v1"))
+    environ = {key: value.replace("@/v1", f"{service.url}/v1") for key, value in agent.environ.items()}
+    program = PACKAGES / agent.program
+    command = [str(program), *agent.command]
+    node = "node" if program.suffix in (".js", "") else command.pop(0)
+    if agent.setup:
+        setup = [part.replace("@/v1", f"{service.url}/v1") for part in agent.setup]
+        run([*command[:1], *setup], folder, environ, node)
+    assert "It says hello." in run([*command, "Fix the greeting, and run it."], folder, environ, node)
+    assert (folder / "greet.py").read_text() == 'print("hello world")\n'
+    turns = (agent.first_turn, agent.first_turn + 4)
+    first, last = (next(p for p in service.prompts if p.count("<|assistant|>") == turn) for turn in turns)
+    assert "Fix the greeting, and run it." in first
+    assert "hello world" in last.rpartition("</tool_call>")[2]
+    resumed = [*command[:1], *agent.resume, *command[1:]] if node == "node" else [*command, *agent.resume]
+    if agent.resume:
+        assert "It did work." in run([*resumed, "Did it work?"], folder, environ, node)
+        assert any("It says hello." in prompt for prompt in service.prompts if "Did it work?" in prompt)
+    assert {status for path, status, _ in service.answers if path != "/v1/models"} == {200}
+
+
+EDIT = """I fix it.
+
+greet.py
+```python
+<<<<<<< SEARCH
+print("hello wrold")
+=======
+print("hello world")
+>>>>>>> REPLACE
+```
+"""
+
+
+def test_aider(scripted: Callable[..., Scripted], folder: Path) -> None:
+    """It has no tools: it sends the file, and reads edits in the answer."""
+    needs(PYTHON_AGENTS / "aider" / "aider")
+    service = scripted([EDIT, "It did work."])
+    environ = {
+        "PYTHONPATH": str(PYTHON_AGENTS / "aider"), "OPENAI_API_BASE": f"{service.url}/v1", "OPENAI_API_KEY": "none",
+    }  # fmt: skip
+    command = ["-m", "aider", "--model", f"openai/{MODEL}", "--no-git", "--yes-always", "--no-check-update"]
+    command += ["--edit-format", "diff", "--no-show-model-warnings", "--analytics-disable"]
+    command += ["--no-show-release-notes", "greet.py"]
+    run([*command, "--message", "Fix the greeting."], folder, environ, sys.executable)
+    assert (folder / "greet.py").read_text() == 'print("hello world")\n'
+    assert "hello wrold" in service.prompts[0]
+    told = run([*command, "--restore-chat-history", "--message", "Did it work?"], folder, environ, sys.executable)
+    assert "It did work." in told
+    assert "I fix it." in service.prompts[1]
+    assert {status for _, status, _ in service.answers} == {200}
+
+
+def test_llm(scripted: Callable[..., Scripted], folder: Path) -> None:
+    needs(PYTHON_AGENTS / "llm" / "llm")
+    service = scripted([call("shout", text="hello"), "It says HELLO.", "It did work."])
+    home = folder.parent / "llm"
+    home.mkdir()
+    model = {"model_id": "octavo", "model_name": MODEL, "api_base": f"{service.url}/v1", "supports_tools": True}
+    (home / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    environ = {"PYTHONPATH": str(PYTHON_AGENTS / "llm"), "LLM_USER_PATH": str(home), "OPENAI_API_KEY": "none"}
+    functions = "def shout(text: str) -> str:\n    return text.upper()\n"
+    command = ["-m", "llm", "-m", "octavo"]
+    told = run([*command, "--functions", functions, "Shout hello."], folder, environ, sys.executable)
+    assert "It says HELLO." in told
+    assert "HELLO" in service.prompts[1].rpartition("</tool_call>")[2]
+    assert "It did work." in run([*command, "-c", "Did it work?"], folder, environ, sys.executable)
+    assert "It says HELLO." in service.prompts[2]
+    assert {status for _, status, _ in service.answers} == {200}
 
 
 def check_work(service: Scripted, folder: Path) -> None:

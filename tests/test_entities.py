@@ -209,7 +209,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, plain: tuple[LLM, GlinerFo
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"span_mode": "token_level"}, UnsupportedModelError, "span_mode is 'token_level', of which 'markerV0'"),
+        ({"span_mode": "token_level"}, UnsupportedModelError, "span_mode is 'token_level', but must be 'markerV0'"),
         ({"span_mode": "marker"}, UnsupportedModelError, "span_mode is 'marker'"),
         ({"model_type": "gliner_bi_encoder_span"}, UnsupportedModelError, "model_type is 'gliner_bi_encoder_span'"),
         ({"labels_encoder": "bge"}, UnsupportedModelError, "labels_encoder is 'bge', but must be None"),

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused() -> None:
             (lambda: matvec.product(x, weight, torch.ones(5)), "not added to 6"),
             (lambda: matvec.product(x, weight, function="sine"), "no activation 'sine'"),
             (lambda: matvec.product(x, weight[:5], function="relu", gated=True), "cannot be gated"),
-            (lambda: matvec.product(x, weight, gated=True), "no activation"),
+            (lambda: matvec.product(x, weight, gated=True), "they need an activation"),
             (lambda: matvec.product(x, weight, also=torch.ones(1, 6)), "needs the stream"),
             (lambda: matvec.product(x, weight, stream=torch.ones(1, 6).half()), "not added to 6"),
             (lambda: matvec.product(x, weight, norm=Norm(torch.ones(7), 1e-5)), "is not one of 8"),

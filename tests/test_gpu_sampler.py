@@ -537,9 +537,9 @@ def test_what_a_graph_does_not_hold_is_refused(device: torch.device, row: dict[s
     captured = CapturedSampler(2, 50, device, counted=False)
     assert captured.serves(batch_of([{}, {}]))
     assert not captured.serves(batch_of([{}, row]))
-    with pytest.raises(ValueError, match="up to 2 rows that want one token each"):
+    with pytest.raises(ValueError, match="takes up to 2 rows with one token each"):
         captured.put(batch_of([{}, row]))
-    with pytest.raises(ValueError, match="not 3 rows"):
+    with pytest.raises(ValueError, match="got 3 rows"):
         captured.put(batch_of([{}] * 3))
 
 

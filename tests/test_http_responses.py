@@ -226,6 +226,9 @@ def test_sampling_fields_are_the_engine_s_own() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0.5, 0.9, 3, 4, 7)
     assert params.stop == ["x"]
     assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (0.5, 0.9, 7)
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0.0, 0.0)
+    plain = Conversing(saying("ok")).post(PATH, {"input": "hi"}).json()
+    assert (plain["temperature"], plain["top_p"]) == (1.0, 1.0)
 
 
 def test_effort_none_asks_the_template_for_no_thinking() -> None:

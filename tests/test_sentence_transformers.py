@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "dense-first": ([dense(HIDDEN, 4), MEAN], {}, "Dense comes before any Pooling"),
     "two": ([MEAN, pooling("cls")], {}, "more than one Pooling"),
     "two-transformers": ([MEAN, of_type(KINDS["Transformer"])], {}, "more than one Transformer"),
-    "unknown-mode": ([pooling("attention")], {}, "pooling_mode 'attention' is none of cls, max, mean"),
+    "unknown-mode": ([pooling("attention")], {}, "pooling_mode 'attention' must be one of cls, max, mean"),
     "bad-mode": ([pooling(3)], {}, "pooling_mode must be a name or a list"),  # type: ignore[arg-type]
     "width": ([altered(MEAN, embedding_dimension=64)], {}, "hidden states of 32 features.*made for 64"),
     "inputs": ([MEAN, dense(64, 4)], {}, r"2_Dense/config\.json is made for vectors of 64 features.*gives 32"),
@@ -466,7 +466,7 @@ def test_what_is_refused(name: str, bert: tuple[Path, Any], tmp_path: Path) -> N
         ('[{"path": ""}]', "an entry has no type"),
         ('[{"path": "/etc", "type": "sentence_transformers.models.Transformer"}]', "must lie in the checkpoint's fold"),
         ('[{"path": "../x", "type": "sentence_transformers.models.Transformer"}]', "must lie in the checkpoint's fol"),
-        ('[{"path": "0_T", "type": "sentence_transformers.models.Transformer"}]', r"0_T holds no config\.json"),
+        ('[{"path": "0_T", "type": "sentence_transformers.models.Transformer"}]', r"0_T has no config\.json"),
     ],
 )
 def test_damaged_lists(content: str, message: str, bert: tuple[Path, Any], tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load.client import Target
 from support.service import environment
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+from load.client import Target  # noqa: E402
 from soaking import checks, shapes  # noqa: E402
 from soaking.answers import Answer, Choice  # noqa: E402
 from soaking.cases import COMPLETIONS, Case, make_cases  # noqa: E402

@@ -296,7 +296,10 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
         {"json": {"items": {"enum": [1, [{"b": -(2**53) - 1}]]}}},
         '(keyword "enum" at #/items): -90071992',
     ),
-    ({"json": {"properties": {f"p{i}": {} for i in range(900)}}}, "Current row has"),
+    (
+        {"json": {"properties": {f"p{i}": {} for i in range(900)}}},
+        "3607 continuations at one place, and the limit is 2000",
+    ),
     ({"regex": "("}, "the regular expression cannot be used"),
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, "unknown name"),
@@ -304,6 +307,23 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": {"structures": []}}, 'must have "structures" and "triggers"'),
     ({"structural_tag": {**CALL, "triggers": ["x"]}}, "no trigger is a prefix of '<f>'"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "grammar", "message"),
+    [
+        ("step_max_items", 'start: s\ns: s s | "a" | "!" | /./', "more than the limit of 20 parser items"),
+        ("max_lexer_states", "start: /(ab|cd|ef|gh){1,20}/", "more than the limit of 20 lexer states"),
+        ("step_lexer_fuel", "start: /(a|b)*a(a|b){18}/", "lexer steps for a token"),
+        ("max_items_in_row", "start: " + " ".join(f'"a{i}"?' for i in range(30)), "and the limit is 20"),
+    ],
+)
+def test_a_limit_that_is_exceeded_is_named(
+    limit: str, grammar: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "LARK_LIMITS", grammars.LIMITS | {limit: 20})
+    with pytest.raises(InvalidRequestError, match=message):
+        grammars.Trial().check(StructuredOutputsParams(grammar=grammar))
 
 
 @pytest.mark.parametrize(("given", "message"), UNUSABLE, ids=lambda value: str(value)[:40])

@@ -7,7 +7,7 @@
     python3 tools/setup.py test-real        set up with real models (420 MB), then run the tests that need them
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
-    python3 tools/setup.py test-agents      set up, then try coding agents (needs Node.js and npm; 660 MB)
+    python3 tools/setup.py test-agents      set up, then try coding agents (needs Node.js and npm; 2.5 GB)
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write docs/families.md's table
     python3 tools/setup.py docs-site        set up, then build the documentation's site in build/site
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str]) -> int:
         set_up(command)
         if command in NODE_PACKAGES:
             install_node_packages(ROOT / NODE_PACKAGES[command])
-        if beside := {"test-all": SCALE, "test-real": REAL}.get(command):
+        if beside := {"test-all": SCALE, "test-real": REAL, "test-agents": CLIENTS / "agents"}.get(command):
             with only_one() as lock:
                 install_clients(ROOT, VENV, lock, beside)
         if command == "serve":

@@ -18,9 +18,11 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from cli.errors import OptionError, error_of
-
 _LARGEST_ANSWER = 64 << 20  # of those that are kept whole, in bytes
+
+
+class TargetError(ValueError):
+    """The URL or the key cannot be used."""
 
 
 class TransportError(Exception):
@@ -57,17 +59,17 @@ class Target:
         """Parse the server's URL, with or without /v1 at its end.
 
         Raises:
-            OptionError: it is no http or https URL, or the key cannot be sent.
+            TargetError: it is no http or https URL, or the key cannot be sent.
         """
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as problem:
-            raise OptionError(f"--url {url}: {problem}.") from None
+            raise TargetError(f"--url {url}: {problem}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise OptionError(f"--url must look like http://HOST:PORT or https://HOST/PATH, got {url!r}.")
+            raise TargetError(f"--url must look like http://HOST:PORT or https://HOST/PATH, got {url!r}.")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise OptionError("--api-key must consist of printable ASCII characters.")
+            raise TargetError("--api-key must consist of printable ASCII characters.")
         prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(parts.hostname, port or (443 if tls else 80), prefix, api_key, tls)
@@ -256,6 +258,10 @@ class Whole:
 
 
 def error_message(body: Any) -> str:
-    """The message in an error's body, or else the body."""
-    text = error_of(body)[0] or " ".join(json.dumps(body).split())
+    """The message of an error: OpenAI's shape, FastAPI's, or the body as text."""
+    if isinstance(body, dict):
+        body = body.get("error", body.get("detail", body))
+    if isinstance(body, dict):
+        body = body.get("message") or body
+    text = " ".join((body if isinstance(body, str) else json.dumps(body)).split())
     return text if len(text) <= 300 else text[:300] + "..."

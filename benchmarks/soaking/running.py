@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,7 +74,7 @@ class Found:
     seconds: float = 0.0
     before: dict[str, Usage] = field(default_factory=dict)
     after: dict[str, Usage] = field(default_factory=dict)
-    samples: dict[str, list[Sample]] = field(default_factory=lambda: {"api": [], "engine": []})
+    samples: defaultdict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     metrics: tuple[Metrics, Metrics] = field(default_factory=lambda: ({}, {}))
     violations: list[str] = field(default_factory=list)
 
@@ -191,13 +192,10 @@ class Soak:
             await self._sleep(self._plan.burst_every)
 
     async def _watch(self, found: Found) -> None:
-        process = self._service.process
-        while process is not None and self._goes_on():
-            pids = {"api": process.pid, "engine": self._service.engine()}
-            for name, pid in pids.items():
+        while self._service.process is not None and self._goes_on():
+            for name, pid in self._service.processes().items():
                 with contextlib.suppress(OSError):  # it has just ended
-                    if pid is not None:
-                        found.samples[name].append(Sample(time.monotonic(), pid, rss_mib(pid)))
+                    found.samples[name].append(Sample(time.monotonic(), pid, rss_mib(pid)))
             await self._sleep(_EVERY)
 
     async def _sleep(self, seconds: float) -> None:
@@ -267,10 +265,9 @@ class Soak:
         if process is None:
             return metrics, {}
         await asyncio.sleep(_SETTLE)
-        engine = self._service.engine()
-        if engine is None:
+        if self._service.engine() is None:
             raise ServiceError(f"there is no engine {when}")
-        return metrics, {"api": usage(process.pid), "engine": usage(engine)}
+        return metrics, {name: usage(pid) for name, pid in self._service.processes().items()}
 
     def _judge(self, found: Found) -> None:
         limits, ledger, (before, after) = self._plan.tolerances, found.ledger, found.metrics

@@ -79,16 +79,24 @@ class Service:
 
     def engine(self) -> int | None:
         """The engine's process, if there is one."""
+        return next(self._children(b"engine.process.main"), None)
+
+    def processes(self) -> dict[str, int]:
+        """The service's own process, its engine and the processes that answer HTTP for it, by names."""
+        assert self.process is not None
+        found = {"api": self.process.pid}
+        if (engine := self.engine()) is not None:
+            found["engine"] = engine
+        return found | {f"front {at}": pid for at, pid in enumerate(sorted(self._children(b"server.processes.front")))}
+
+    def _children(self, module: bytes) -> Iterator[int]:
         assert self.process is not None
         for task in _listing(Path(f"/proc/{self.process.pid}/task")):
             try:
                 children = [int(child) for child in (task / "children").read_text().split()]
             except OSError:
                 continue
-            for child in children:
-                if b"engine.process.main" in _bytes(Path(f"/proc/{child}/cmdline")):
-                    return child
-        return None
+            yield from (child for child in children if module in _bytes(Path(f"/proc/{child}/cmdline")))
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The log's lines; one that is no JSON is an event of level error."""

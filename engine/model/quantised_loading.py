@@ -79,9 +79,10 @@ class MatrixLoading:
             alone = all(len(destinations[name]) == 1 for name, _ in filling) and not _stays_plain(module)
             kept = all(keeps_rows(destination.transform) for _, destination in filling)
             own = _is_own(kind) or (kind is not None and stored == {kind} and alone and kept)
+            form: Form = "plain"
             # Rotated, stored 8 bits in these groups would be rounded a second time.
-            rounds = kind == "int8" and not own and not (kept and stored == {"int8"})
-            form: Form = form_on(module.device, "int8") if rounds else "plain"
+            if kind in ("int8", "int8-fast", "int4") and not own and not (kept and stored == {"int8"}):
+                form = form_on(module.device, kind)
             pieces = self._pieces(module, kind, form)
             if (
                 isinstance(module, Linear)

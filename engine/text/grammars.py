@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -36,6 +37,29 @@ _WALK = 48  # bytes of each answer that a trial of a grammar begins: one of low 
 # properties need large rows; grammars of clients may be ambiguous, and then take the square of these.
 LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
 LARK_LIMITS = LIMITS | {"max_items_in_row": 300, "step_max_items": 5_000}
+# What llguidance says where one of these is exceeded, and what a client should read.
+_EXCEEDED = (
+    (
+        re.compile(r"Current row has (\d+) items; max is (\d+)"),
+        "it allows {0} continuations at one place, and the limit is {1}. Make properties required, or use fewer "
+        "properties, tools, alternatives or optional parts there.",
+    ),
+    (
+        re.compile(r"Too many items \(limit (\d+)"),
+        "it is too ambiguous: a token takes more than the limit of {0} parser items. Use longer literals, or fewer "
+        "alternatives that may begin alike.",
+    ),
+    (
+        re.compile(r"too many states: \d+ >= (\d+)"),
+        "its texts and patterns need more than the limit of {0} lexer states. Use shorter patterns, or lower limits of "
+        "length.",
+    ),
+    (
+        re.compile(r"too many expressions constructed"),
+        f"its texts and patterns take more than the limit of {LIMITS['step_lexer_fuel']} lexer steps for a token. Use "
+        "shorter patterns, or lower limits of length.",
+    ),
+)
 # Seconds that masks of a request may take in a step, and all that took long together.
 STEP_LIMIT, TOTAL_LIMIT = 0.03, 0.25
 _FEW = 4  # answers of a request whose masks are filled together with those of others
@@ -69,8 +93,16 @@ def _refused(
     name = params.kind
     where = "" if place is None else f' (keyword "{place[0]}" at {place[1]})'
     what = {"json": "the JSON schema", "grammar": "the grammar", "regex": "the regular expression"}.get(name, name)
-    message = f"{what} cannot be used{where}: {' '.join(problem.split())}"
+    message = f"{what} cannot be used{where}: {plain(problem)}"
     return InvalidRequestError(message, param=f"structured_outputs.{name}", code="invalid_grammar")
+
+
+def plain(problem: str) -> str:
+    """A problem of llguidance's on one line. Limits are named in words that say what to change."""
+    for pattern, words in _EXCEEDED:
+        if found := pattern.search(problem):
+            return words.format(*found.groups())
+    return " ".join(problem.replace("<non-verbose/>", "").split())
 
 
 def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False, may_force: bool = True) -> str:
@@ -392,7 +424,7 @@ class GrammarConstraint:
         logger.warning("%s", self.problem)
 
     def _note(self) -> None:
-        self.problem = f"the grammar cannot be followed any further: {' '.join(self._matcher.get_error().split())}"
+        self.problem = f"the grammar cannot be followed any further: {plain(self._matcher.get_error())}"
         logger.warning("%s", self.problem)
 
 

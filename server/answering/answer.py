@@ -9,13 +9,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from engine import DEFAULT_MAX_TOKENS, InvalidRequestError, tokens_to_keep_free
+from engine import DEFAULT_MAX_TOKENS, InvalidRequestError, chat_max_tokens, tokens_to_keep_free
 from server.admission import estimate_tokens
 from server.answering.events import Events
 from server.answering.generation import Generation, Update
@@ -225,6 +225,7 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
         self.leave_out(*self.ignored_fields())
+        self.record.ignored = self.headers.get(IGNORED_HEADER)
         return self.headers
 
     async def admitted(self, *, patient: bool = False) -> Place:
@@ -240,11 +241,22 @@ class Run(ABC, Generic[Piece, Choice]):
         return self._ticket
 
     def leave_out(self, *names: str) -> None:
-        """Tell the client, and the log, that these fields of its request do not change the answer as they say. Headers
-        are sent when the prompts are known."""
+        """Tell the client, and the log, that these fields of its request do not change the answer as they say. The
+        headers are sent when the prompts are known."""
         self._left_out += names
         self.headers.update(ignored_header(self._left_out))
-        self.record.ignored = self.headers.get(IGNORED_HEADER)
+
+    def fill_room(self, length: int) -> None:
+        """Let the answer to a prompt of this length have the tokens that there is room for, if the request does not say
+        how many."""
+        params, info = self.shape.params, self.service.client.info
+        if params.max_tokens is None:
+            limit = chat_max_tokens(params, info, length)
+            if limit is not None and self.keeps_answer:
+                limit = min(
+                    limit, AnswerSize(self.shape, self.bytes_per_logprob, info).most_tokens(self.service.settings)
+                )
+            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
 
     def _record(self, path: str) -> RequestRecord:
         return RequestRecord(
@@ -341,6 +353,7 @@ class Run(ABC, Generic[Piece, Choice]):
             with self._public_names():
                 await self.service.grammars.check(structured, self.service.settings.grammar_timeout)
         prompts = await self.prompts()
+        self.record.ignored = self.headers.get(IGNORED_HEADER)
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
         await ticket.measured([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])

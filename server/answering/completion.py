@@ -1,4 +1,4 @@
-"""Engine updates to the choices of /v1/completions."""
+"""Answers made of the choices of /v1/completions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from engine import TokenLogprobs
 from engine.text.processor import ChoiceText
-from server.answering.generation import Update
+from server.answering.answer import Run
+from server.answering.generation import BYTES_PER_LOGPROB, Update
 from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.answering.prompt import Prompt
 from server.api.schemas import CompletionChoice, CompletionLogprobs
@@ -100,6 +101,18 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
                 top.setdefault(self.label(candidate), max(item.logprob, LOWEST_LOGPROB))
         to.token_logprobs.append(max(entry[token].logprob, LOWEST_LOGPROB))
         to.top_logprobs.append(top)
+
+
+class TextRun(Run[CompletionChoice, CompletionChoice]):
+    """Answers whose choices are those of /v1/completions, or are made of them."""
+
+    bytes_per_logprob = BYTES_PER_LOGPROB
+
+    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
+        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
+
+    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
+        return join(pieces)
 
 
 def join(pieces: Iterable[CompletionChoice]) -> list[CompletionChoice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from engine import CHAT_ROOM, chat_max_tokens, room_for_answer
+from engine import CHAT_ROOM, room_for_answer
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -16,7 +16,6 @@ from server.answering.pieces import Choice
 from server.answering.prompt import MAX_TOKENIZED, Prompt, Room
 from server.answering.reading import Ignored
 from server.answering.rendering import Rendering, read_rendering
-from server.answering.size import AnswerSize
 from server.answering.tools import Tools, read_tools
 from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
 from server.api.parameters import shape_of
@@ -101,12 +100,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
             # Agents ask for the most that a model could write.
             self.shape, self.lowered = replace(self.shape, params=replace(params, max_tokens=most)), True
             self.leave_out(self.public_name("max_tokens") or "")
-        elif params.max_tokens is None:
-            limit = chat_max_tokens(params, self.service.client.info, len(prompt.token_ids))
-            if limit is not None and self.keeps_answer:
-                size = AnswerSize(self.shape, self.bytes_per_logprob, self.service.client.info)
-                limit = min(limit, size.most_tokens(self.service.settings))
-            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
+        self.fill_room(len(prompt.token_ids))
         return [prompt]
 
     def _limit_reasoning(self) -> None:

@@ -19,10 +19,8 @@ from pydantic import BaseModel
 from engine import SamplingParams
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
-from server.answering.answer import Run
-from server.answering.completion import CompletionPieces, join
+from server.answering.completion import TextRun
 from server.answering.events import Events
-from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.pieces import PieceMaker, Shape
 from server.answering.prompt import Prompt, Room
 from server.answering.remembered import RememberedTokens
@@ -91,7 +89,7 @@ def described(name: str, description: str | None) -> str:
 
 
 @dataclass(slots=True)
-class DecisionRun(Run[CompletionChoice, CompletionChoice]):
+class DecisionRun(TextRun):
     """Asks all questions at once.
 
     Attributes:
@@ -105,7 +103,6 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
     """
 
     id_prefix = "decision-"
-    bytes_per_logprob = BYTES_PER_LOGPROB
     given: ServedBody = field(kw_only=True)
     state: str = field(kw_only=True)
     questions: Sequence[Question] = field(kw_only=True)
@@ -133,7 +130,7 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
         return min(len(self.questions), self.service.client.info.max_num_seqs)
 
     async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
-        headers, place = await Run.begin(self, request)
+        headers, place = await TextRun.begin(self, request)
         self._ticket = SharedPlace(place, self._slots, len(self.questions))
         return headers, self._ticket
 
@@ -161,12 +158,6 @@ class DecisionRun(Run[CompletionChoice, CompletionChoice]):
         remembered = RememberedTokens(tokenizer)
         texts = [f"{before}{question.text}{after}" for question in self.questions]
         return [Prompt(remembered.encode(text, room, None), text) for text in texts]
-
-    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
-        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
-
-    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
-        return join(pieces)
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         readings = [self._read(*pair) for pair in zip(self.questions, choices, strict=True)]

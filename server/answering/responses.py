@@ -57,6 +57,8 @@ _INCLUDABLE = (
 )  # fmt: skip
 # There are no summaries: reasoning comes as it is, whatever is asked for.
 _SUMMARIES = (None, "auto", "concise", "detailed")
+# Sampling parameters that an answer shows, and what changes nothing.
+_SHOWN_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _FORMATS = ("text", "json_object", "json_schema")
 _TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
 
@@ -209,8 +211,21 @@ def conversation_id(given: Any) -> str:
     return id_
 
 
+def _number(body: ResponseRequest, name: str, defaults: Mapping[str, Any]) -> float:
+    """A sampling parameter as it counts: the request's, the model's default, or the neutral value."""
+    given = getattr(body, name)
+    return float(defaults.get(name, _SHOWN_NUMBERS[name]) if given is None else given)
+
+
 def _frame(
-    body: ResponseRequest, tools: ResponseTools, *, id_: str, model: str, created: int, store: bool
+    body: ResponseRequest,
+    tools: ResponseTools,
+    defaults: Mapping[str, Any],
+    *,
+    id_: str,
+    model: str,
+    created: int,
+    store: bool,
 ) -> dict[str, Any]:
     """The answer as it is while there is nothing of it."""
     given = body.reasoning or {}
@@ -238,7 +253,7 @@ def _frame(
         "tool_choice": body.tool_choice or "auto",
         "tools": tools.shown,
         "top_logprobs": body.top_logprobs or 0,
-        **{name: getattr(body, name) for name in ("temperature", "top_p")},
+        **{name: _number(body, name, defaults) for name in _SHOWN_NUMBERS},
         "truncation": "disabled",
         "background": bool(body.background),
         "service_tier": "default",
@@ -274,6 +289,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         self.frame = _frame(
             self.asked,
             self.called,
+            self.service.client.info.decoding or {},
             id_=self.request_id,
             model=self.service.model_id,
             created=self.created,

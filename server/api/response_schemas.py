@@ -357,12 +357,14 @@ class ResponseObject(BaseModel):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     reasoning: dict[str, Any]
-    temperature: float | None
+    temperature: float
+    presence_penalty: float
+    frequency_penalty: float
     text: dict[str, Any]
     tool_choice: Any
     tools: list[dict[str, Any]]
     top_logprobs: int
-    top_p: float | None
+    top_p: float
     truncation: Literal["disabled"]
     background: bool
     service_tier: Literal["default"]

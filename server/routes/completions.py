@@ -9,11 +9,10 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
-from server.answering.answer import Run, encode_prompts, estimate_size
-from server.answering.completion import CompletionPieces, join
+from server.answering.answer import encode_prompts, estimate_size
+from server.answering.completion import TextRun
 from server.answering.endpoints import require
 from server.answering.events import Chunks, Extra
-from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
@@ -55,11 +54,10 @@ async def create_completion(
 
 
 @dataclass(slots=True)
-class CompletionRun(Run[CompletionChoice, CompletionChoice]):
+class CompletionRun(TextRun):
     """Prompts as they came, and their answers."""
 
     id_prefix = "cmpl-"
-    bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
     decoder: Decoder | None = field(kw_only=True)
     infilling: Infilling | None = field(default=None, kw_only=True)
@@ -114,12 +112,6 @@ class CompletionRun(Run[CompletionChoice, CompletionChoice]):
             raise ApiError(400, "suffix goes with prompts that are texts.", param="suffix", code="invalid_value")
         room = Room.of_prompt(self.service.client.info, "prompt")
         return await infilling.prompt_in_thread(prompt, self.body.suffix or "", room)
-
-    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
-        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
-
-    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
-        return join(pieces)
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, NoReturn
 
-from fastapi import APIRouter, Body, Path, Request, Response
+from fastapi import APIRouter, Body, Depends, Path, Request, Response
 
 from engine import parse_bytes
 from server.answering.keeping import asked, store_of, tenant_of
@@ -24,7 +24,7 @@ from server.api.response_schemas import (
 )
 from server.api.schemas import MAX_MESSAGES
 from server.context import Service, ServiceDep
-from server.conversation_store import Conversation, TooLargeError
+from server.conversation_store import Conversation, Conversations, TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)  # with bodies
@@ -37,15 +37,27 @@ Id = Annotated[str, Path(max_length=256)]
 ItemId = Annotated[str, Path(max_length=256)]
 
 
+async def _conversations(service: ServiceDep) -> Conversations:
+    """The server's conversations.
+
+    Raises:
+        ApiError: it keeps none.
+    """
+    return store_of(service, "conversations").conversations
+
+
+ConversationsDep = Annotated[Conversations, Depends(_conversations)]
+
+
 @router.post(_ENDPOINT, responses=ERROR_RESPONSES, summary="Begin a conversation")
 async def create_conversation(
     body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATION)],
     request: Request,
     response: Response,
     service: ServiceDep,
+    conversations: ConversationsDep,
 ) -> ConversationObject:
     """Keep a new conversation, with its first items if there are some."""
-    conversations = store_of(service, "conversations").conversations
     items = _read(body, response)
     try:
         created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))
@@ -55,9 +67,12 @@ async def create_conversation(
 
 
 @plain.get(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Show a conversation")
-async def get_conversation(conversation_id: Id, request: Request, service: ServiceDep) -> ConversationObject:
+async def get_conversation(
+    conversation_id: Id, request: Request, service: ServiceDep, conversations: ConversationsDep
+) -> ConversationObject:
     """Show a conversation without its items."""
-    return _shown(await _found(service, conversation_id, tenant_of(request)))
+    found = await asked(service, conversations.get(conversation_id, tenant_of(request)))
+    return _shown(found or _missing(conversation_id))
 
 
 @router.post(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Change a conversation's metadata")
@@ -67,18 +82,19 @@ async def update_conversation(
     request: Request,
     response: Response,
     service: ServiceDep,
+    conversations: ConversationsDep,
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
-    conversations = store_of(service, "conversations").conversations
     response.headers.update(ignored_header(body.ignored_fields()))
     changed = await asked(service, conversations.update(conversation_id, tenant_of(request), body.metadata or {}))
     return _shown(changed or _missing(conversation_id))
 
 
 @plain.delete(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Delete a conversation")
-async def delete_conversation(conversation_id: Id, request: Request, service: ServiceDep) -> ConversationDeleted:
+async def delete_conversation(
+    conversation_id: Id, request: Request, service: ServiceDep, conversations: ConversationsDep
+) -> ConversationDeleted:
     """Delete a conversation with all of its items. Answers that were made in it stay, until they are deleted too."""
-    conversations = store_of(service, "conversations").conversations
     if not await asked(service, conversations.delete(conversation_id, tenant_of(request))):
         _missing(conversation_id)
     return ConversationDeleted(id=conversation_id)
@@ -89,12 +105,13 @@ async def list_items(
     conversation_id: Id,
     request: Request,
     service: ServiceDep,
+    conversations: ConversationsDep,
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
 ) -> ItemList:
     """List the items, the last one first by default."""
-    conversations, tenant = store_of(service, "conversations").conversations, tenant_of(request)
+    tenant = tenant_of(request)
     try:
         page = await asked(
             service,
@@ -114,9 +131,9 @@ async def add_items(
     request: Request,
     response: Response,
     service: ServiceDep,
+    conversations: ConversationsDep,
 ) -> ItemList:
     """Add items at the end of a conversation."""
-    conversations = store_of(service, "conversations").conversations
     items = _read(body, response)
     try:
         more = conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES, _max_size(service))
@@ -129,9 +146,10 @@ async def add_items(
 
 
 @plain.get(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Show an item of a conversation")
-async def get_item(conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep) -> Item:
+async def get_item(
+    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep, conversations: ConversationsDep
+) -> Item:
     """Show one item."""
-    conversations = store_of(service, "conversations").conversations
     return await asked(service, conversations.item(conversation_id, tenant_of(request), item_id)) or _missing(
         conversation_id, item_id
     )
@@ -139,10 +157,9 @@ async def get_item(conversation_id: Id, item_id: ItemId, request: Request, servi
 
 @plain.delete(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Delete an item of a conversation")
 async def delete_item(
-    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep
+    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep, conversations: ConversationsDep
 ) -> ConversationObject:
     """Delete one item; the conversation is answered."""
-    conversations = store_of(service, "conversations").conversations
     left = await asked(service, conversations.delete_item(conversation_id, tenant_of(request), item_id))
     return _shown(left or _missing(conversation_id, item_id))
 
@@ -161,11 +178,6 @@ def _max_size(service: Service) -> int:
 
 def _too_large(problem: TooLargeError) -> NoReturn:
     fail("items", f"The conversation cannot take these items: {problem}.", "context_length_exceeded")
-
-
-async def _found(service: Service, id_: str, tenant: str | None) -> Conversation:
-    found = await asked(service, store_of(service, "conversations").conversations.get(id_, tenant))
-    return found or _missing(id_)
 
 
 def _missing(id_: str, item: str | None = None) -> NoReturn:

@@ -13,18 +13,15 @@ from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
 from engine import DEFAULT_MAX_TOKENS, SamplingParams, chat_max_tokens
-from server.answering.answer import Run, encode_prompts, estimate_size
-from server.answering.completion import CompletionPieces, join
+from server.answering.answer import encode_prompts, estimate_size
+from server.answering.completion import TextRun
 from server.answering.endpoints import require
 from server.answering.events import Chunks, Extra
-from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
-from server.answering.size import AnswerSize
 from server.answering.terms import read_terms
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
-from server.api.fields import ignored_header
 from server.api.generate_schemas import (
     GenerateChoice,
     GenerateRequest,
@@ -91,9 +88,10 @@ async def _rendered(
         )
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     run.terms = read_terms(body, request, service.settings, run.arrival)
-    response.headers.update(ignored_header([*run.ignored_fields(), *_given_names(body, _NOT_RENDERED)]))
+    run.leave_out(*run.ignored_fields(), *_given_names(body, _NOT_RENDERED))
     with await service.tokenizing.admit(*run.size(), run.terms.tenant, run.terms.deadline):
         prompts = await run.prompts()
+    response.headers.update(run.headers)
     base = f"{prefix}{uuid.uuid4().hex}"
     options = body.stream_options
     return [
@@ -163,9 +161,8 @@ async def generate(
 
 
 @dataclass(slots=True)
-class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
+class _GenerateRun(TextRun):
     id_prefix = "generate-"
-    bytes_per_logprob = BYTES_PER_LOGPROB
     body: GenerationBody
     given: GenerateRequest = field(kw_only=True)
 
@@ -174,25 +171,8 @@ class _GenerateRun(Run[CompletionChoice, CompletionChoice]):
 
     async def prompts(self) -> list[Prompt]:
         prompts = await encode_prompts(self.service, [self.given.token_ids], "token_ids", truncation=self.truncation)
-        self.shape = replace(self.shape, params=self._limited(self.shape.params, len(prompts[0].token_ids)))
+        self.fill_room(len(prompts[0].token_ids))
         return prompts
-
-    def _limited(self, params: SamplingParams, length: int) -> SamplingParams:
-        """The parameters with as many tokens as there is room for, if the request does not say how many."""
-        if params.max_tokens is not None:
-            return params
-        info: Any = self.service.client.info
-        limit = chat_max_tokens(params, info, length)
-        if limit is not None and self.keeps_answer:
-            size = AnswerSize(self.shape, self.bytes_per_logprob, info)
-            limit = min(limit, size.most_tokens(self.service.settings))
-        return replace(params, max_tokens=limit)
-
-    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
-        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
-
-    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
-        return join(pieces)
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})

@@ -11,18 +11,16 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
-from engine import InvalidRequestError, chat_max_tokens
+from engine import InvalidRequestError
 from server.admission import estimate_tokens
-from server.answering.answer import Run
-from server.answering.completion import CompletionPieces, join
+from server.answering.completion import TextRun
 from server.answering.endpoints import require
 from server.answering.events import Events
-from server.answering.generation import BYTES_PER_LOGPROB, Update
+from server.answering.generation import Update
 from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
 from server.answering.public_names import public_name, public_names
-from server.answering.size import AnswerSize
 from server.answering.streaming import sse
 from server.answering.timings import timings_of
 from server.api import examples
@@ -78,9 +76,8 @@ def _names(body: InfillRequest) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class _InfillRun(Run[CompletionChoice, CompletionChoice]):
+class _InfillRun(TextRun):
     id_prefix = "infill-"
-    bytes_per_logprob = BYTES_PER_LOGPROB
     body: InfillRequest
     infilling: Infilling = field(kw_only=True)
     unused: list[str] = field(kw_only=True)
@@ -96,26 +93,14 @@ class _InfillRun(Run[CompletionChoice, CompletionChoice]):
         return 1, min(sum(map(estimate_tokens, texts)), self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
-        body, info = self.body, self.service.client.info
-        room = Room.of_prompt(info, "input_prefix")
+        body = self.body
+        room = Room.of_prompt(self.service.client.info, "input_prefix")
         files = [(file.filename, file.text) for file in body.input_extra or ()]
         prompt = await self.infilling.prompt_in_thread(
             body.input_prefix + (body.prompt or ""), body.input_suffix, room, files
         )
-        params = self.shape.params
-        if params.max_tokens is None:
-            limit = chat_max_tokens(params, info, len(prompt.token_ids))
-            if limit is not None and self.keeps_answer:
-                size = AnswerSize(self.shape, self.bytes_per_logprob, info)
-                limit = min(limit, size.most_tokens(self.service.settings))
-            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
+        self.fill_room(len(prompt.token_ids))
         return [prompt]
-
-    def maker(self, prompts: list[Prompt]) -> CompletionPieces:
-        return CompletionPieces(prompts, self.shape, self.service.tokenizer)
-
-    def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
-        return join(pieces)
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         (choice,) = choices
@@ -152,7 +137,7 @@ class _InfillRun(Run[CompletionChoice, CompletionChoice]):
     @contextmanager
     def _public_names(self) -> Iterator[None]:
         try:
-            with Run._public_names(self):
+            with TextRun._public_names(self):
                 yield
         except InvalidRequestError as problem:
             if problem.param != "n_predict":

@@ -59,9 +59,9 @@ def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
     for part, exponents, to in zip(
         blocks.flatten(0, -4), scales.flatten(0, -3), values.flatten(0, -4), strict=True
     ):  # matrix by matrix, so that what lies between stays small
-        first, second = torch.stack((part & 15, part >> 4), -1).flatten(-2).chunk(2, -1)
+        numbers = torch.stack((part & 15, part >> 4), -1).flatten(-2)
         to[..., 0] = exponents
-        to[..., 1:] = first | second << 4
+        to[..., 1:] = numbers[..., :_BYTES] | numbers[..., _BYTES:] << 4
     return Blocks("mxfp4", values.flatten(-2), shape[-1])
 
 
