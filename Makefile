@@ -29,7 +29,7 @@ test-examples:
 test-browser:
 	@$(PYTHON) tools/setup.py test-browser $(ARGS)
 
-# Claude Code and Codex against a scripted model; needs Node.js and npm, and 660 MB for the agents.
+# Nine coding agents against a scripted model; needs Node.js and npm, and 2.5 GB for the agents.
 test-agents:
 	@$(PYTHON) tools/setup.py test-agents $(ARGS)
 

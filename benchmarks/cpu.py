@@ -60,7 +60,7 @@ WORK = (
     "first-token", "sizes",
 )  # fmt: skip
 DEFAULT_WORK = tuple(work for work in WORK if work != "sizes")  # it makes files of several gigabytes
-TRIES = 5  # of a short turn that something else disturbed
+TRIES = 3  # of a short turn that something else disturbed
 NOISE = 0.15  # cores that others may use before a figure is doubtful
 
 # Who takes part, in the order of the turns: those that are compared come one after the other.
@@ -164,7 +164,7 @@ class Run:
         """Models as people run them, loaded once and in short turns: a machine's memory is not always as fast."""
         if "llama.cpp" not in self.installs:
             return
-        sizes = self.amount if self.options.tiny else replace(self.amount, decode=48, prefill=512, repeats=1)
+        sizes = self.amount if self.options.tiny else replace(self.amount, decode=32, prefill=512, repeats=1)
         for shape in self.options.shape:
             files = self.llama(shape)
             for format in self.options.formats:

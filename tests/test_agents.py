@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,12 +134,16 @@ def run(command: list[str], folder: Path, environ: Mapping[str, str], interprete
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """What the agent works in."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """What the agent works in. Processes that it leaves behind are ended: Cline starts a daemon."""
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "greet.py").write_text('print("hello wrold")\n')
-    return folder
+    yield folder
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if os.fsencode(folder) in command.read_bytes():
+                os.kill(int(command.parent.name), signal.SIGTERM)
 
 
 def needs(program: Path) -> None:

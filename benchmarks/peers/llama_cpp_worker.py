@@ -88,7 +88,7 @@ def convert_random(model: str, file: str, weights: str) -> dict[str, Any]:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensors of a GGUF file for a config."""
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    size, experts = config.get("head_dim") or hidden // heads, config.get("num_experts", 0)
+    size, experts = config.get("head_dim") or hidden // heads, _experts(config)
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (hidden,),
         "attn_q": (heads * size, hidden),
@@ -163,7 +163,7 @@ def _writer(model: Path, file: Path, plain: str) -> tuple[gguf.GGUFWriter, dict[
     """A file with the metadata of a LLaMA or Qwen3-MoE, and the config: in bfloat16 with its byte-level tokenizer, in
     float32 without any."""
     config = json.loads((model / "config.json").read_text())
-    experts = config.get("num_experts", 0)
+    experts = _experts(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(str(file), "qwen3moe" if experts else "llama")
@@ -197,7 +197,7 @@ def _write(model: Path, file: Path, plain: str) -> None:
     """A checkpoint of one file, as it is."""
     writer, config = _writer(model, file, plain)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    experts = config.get("num_experts", 0)
+    experts = _experts(config)
     for name, dtype, stored in _tensors(model / "model.safetensors", experts):
         if not experts and (name.endswith("q_proj.weight") or name.endswith("k_proj.weight")):
             stored = _interleaved(stored, heads if "q_proj" in name else kv_heads)
@@ -209,6 +209,11 @@ def _write(model: Path, file: Path, plain: str) -> None:
         else:
             raise ValueError(f"{name} is {dtype}, of which no bfloat16 is made here")
     _finish(writer)
+
+
+def _experts(config: dict[str, Any]) -> int:
+    """Of each layer; `transformers` has had two names for it."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from peers.process import busy_seconds, tree_seconds
 
-CALM = 0.05  # cores that others may use in a turn that is not repeated
+CALM = 0.1  # cores that others may use in a turn that is not repeated
 PAUSE = 0.3  # seconds; threads that wait for more to do have gone to sleep when the next one's turn comes
 
 # Figures of which less is better; of all others more is.

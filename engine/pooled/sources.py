@@ -28,7 +28,7 @@ class Source:
     text: str | None = None
     pair: str | None = None
     ids: tuple[int, ...] = ()
-    sides: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    sides: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
     image: Any = None
 
 
