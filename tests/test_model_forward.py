@@ -214,10 +214,12 @@ def test_norms_without_a_weight(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parameters", [{"rope_theta": 1e4}, {"rope_theta": 5e5}, LLAMA3_ROPE])
 def test_rotary_tables_equal_transformers(parameters: dict[str, Any]) -> None:
-    config = transformers.LlamaConfig(head_dim=16, rope_parameters=dict(parameters), max_position_embeddings=4096)
+    config = transformers.LlamaConfig(
+        head_dim=16, rope_parameters=dict(parameters), max_position_embeddings=4096, architectures=["LlamaForCausalLM"]
+    )
     positions = torch.tensor([0, 1, 77, 4095])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    decoder = families.llama.spec(config).decoder
+    decoder = families.build_spec(config).decoder
     assert decoder is not None
     part = decoder.blocks[0].attention.position
     assert isinstance(part, Rotary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,8 +310,9 @@ def test_positions_that_lie_apart(llama: Subject) -> None:
     model = llama.load(torch.float32)
     wanted, plain = hidden_states(model, 0), model.forward
 
-    def forward(ids: Tensor, positions: Tensor, *others: Any, **named: Any) -> Tensor:
-        return plain(ids, torch.stack((positions.long(), positions.long() + 9), 1)[:, 0], *others, **named)
+    def forward(inputs: Inputs) -> Tensor:
+        positions = inputs.positions.long()
+        return plain(replace(inputs, positions=torch.stack((positions, positions + 9), 1)[:, 0]))
 
     with mock.patch.object(model, "forward", forward):
         equal(iter(zip(hidden_states(model, 0), wanted, strict=True)))

@@ -58,9 +58,9 @@ def test_integers_are_put_in_our_order(layout: Layout, outputs: int, inputs: int
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (torch.zeros(32, 4), "not .32, 4. of torch.float32"),
-        (torch.zeros(32, dtype=torch.int32), "not .32. of torch.int32"),
-        (torch.zeros(40, 4, dtype=torch.int32), "a multiple of 32, not 40"),
+        (torch.zeros(32, 4), "got .32, 4. of torch.float32"),
+        (torch.zeros(32, dtype=torch.int32), "got .32. of torch.int32"),
+        (torch.zeros(40, 4, dtype=torch.int32), "a multiple of 32, got 40"),
     ],
 )
 def test_what_are_no_such_words_is_refused(words: Tensor, said: str) -> None:
