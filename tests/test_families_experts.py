@@ -21,7 +21,9 @@ from engine.model.normalisation import Norm
 from engine.model.positions import LinearScaling, LongScaling, Rotary, YarnScaling
 from engine.model.spec import Attention, Corrected, Experts, Gated, Lm, ModelSpec, PerHead, Pre, Shared, Stack, Tokens
 
-SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100,
+}  # fmt: skip
 GLM = SMALL | {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
