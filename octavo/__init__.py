@@ -23,10 +23,12 @@ if not (Path(__file__).parent / "engine").is_dir():
 
 def __getattr__(name: str) -> Any:
     """Import the engine when one of its names is first used: the command line needs none of it."""
-    if not name.startswith("_"):
+    if name == "__version__":
+        return import_module(f"{__name__}.cli").version()
+    if name == "__all__" or not name.startswith("_"):
         try:
             engine = import_module(f"{__name__}.engine")
-            if name in engine.__all__:
+            if name == "__all__" or name in engine.__all__:
                 return getattr(engine, name)
         except ModuleNotFoundError as error:
             problem = explain(error)
@@ -34,3 +36,8 @@ def __getattr__(name: str) -> Any:
                 raise
             raise ImportError(problem) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The engine's public names, as completion shows them."""
+    return sorted([*__getattr__("__all__"), "__all__", "__version__"])

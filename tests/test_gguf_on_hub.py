@@ -116,7 +116,7 @@ def test_a_hub_that_does_not_give_it(hub: Hub, capsys: pytest.CaptureFixture[str
     with pytest.raises(NotDownloadedError, match="not in the local cache yet"):
         find("org/tiny:Q8_0", download=False)
     hub.problem = OSError("no network")
-    with pytest.raises(ModelLoadError, match="nor complete in the local cache, and the hub cannot be reached"):
+    with pytest.raises(ModelLoadError, match="not all in the local cache, and the hub cannot be reached"):
         find("org/tiny:Q8_0")
     hub.problem = errors.RepositoryNotFoundError("gone", response=response(404))
     with pytest.raises(ModelLoadError, match=r"neither a local folder nor a public model on the hub.*HF_TOKEN"):

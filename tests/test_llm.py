@@ -173,7 +173,7 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         ([{"role": "user", "content": 3}], {}, r"messages\[0\].content must be a text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "other parts are not read"),
         ([{"role": "assistant", "tool_calls": [1]}], {}, "tool_calls must hold dictionaries"),
-        (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template knows no tools"),
+        (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template does not support tools"),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "does not accept .*: no such role"),
         (QUESTION, {"continue_final_message": True}, "contradict each other"),
         (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "set only one of them"),
@@ -220,6 +220,7 @@ def test_what_it_says_of_itself(llm: LLM) -> None:
 
 def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
     given = {"tensor_parallel_size": 1, "trust_remote_code": False, "enable_chunked_prefill": True, "swap_space": 4}
+    given["distributed_executor_backend"] = None  # whose default it is
     config = engine_config("m", {**given, "kv_cache_memory_bytes": 2**30, "dtype": "half", "max_model_len": 64})
     assert config == EngineConfig(
         model="m", kv_cache_memory=2**30, dtype="float16", max_model_len=64, max_step_time=0.0
@@ -243,7 +244,8 @@ def test_a_wrong_template_is_told_before_the_model_loads() -> None:
 @pytest.mark.parametrize("where", [".", "octavo"])
 def test_a_checkout_is_imported_from_its_parent_folder_too(where: str, tmp_path: Path) -> None:
     (tmp_path / "octavo").symlink_to(ROOT)
-    code = "import octavo; from octavo import SamplingParams; print(octavo.__file__, SamplingParams.__module__)"
+    names = "from octavo import *; import octavo; LLM; dir(octavo).index('LLM')"
+    code = f"{names}; print(octavo.__file__, SamplingParams.__module__)"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / where, env=environ, capture_output=True, text=True, timeout=120

@@ -382,8 +382,12 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
         name: ([MEAN, of_type(f"sentence_transformers.models.{name}")], {}, rf"modules\.json, module '2': .*{name}")
         for name in ("WordEmbeddings", "CNN", "LSTM", "WeightedLayerPooling", "Router", "Asym", "CLIPModel", "BoW")
     },
-    "foreign": ([MEAN, of_type("modeling_own.Pooling")], {}, "modeling_own.Pooling is code from outside.*never run"),
-    "lookalike": ([MEAN, of_type("sentence_transformers_own.Dense")], {}, "code from outside"),
+    "foreign": (
+        [MEAN, of_type("modeling_own.Pooling")],
+        {},
+        "modeling_own.Pooling is custom code.*no code from a checkpoint",
+    ),
+    "lookalike": ([MEAN, of_type("sentence_transformers_own.Dense")], {}, "custom code"),
     "not-first": ([], {"kind": "sentence_transformers.models.StaticEmbedding"}, "StaticEmbedding is not implemented"),
     "no-transformer": ([MEAN], {"kind": "sentence_transformers.models.Normalize"}, "must begin with a Transformer"),
     "no-pooling": ([], {}, "has no Pooling module, and the model has no classification head"),

@@ -24,6 +24,7 @@ LOADING = {
     "threads": "number of CPU threads",
     "max-model-len": "most tokens of prompt and answer together",
     "chat-template": "Jinja file, or a name such as chatml",
+    "generation-config": "none: ignore the default parameters that the model brings",
     "revision": "branch, tag or commit on the hub",
 }
 _HINTS = get_type_hints(EngineConfig)
@@ -31,6 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "demo": ("chat", "seq2seq"),
     "dtype": get_args(_HINTS["dtype"]),
     "quantization": get_args(get_args(_HINTS["quantization"])[0]),
+    "generation-config": ("auto", "none"),
 }
 _DOCS = field_docs(SamplingParams) | {
     "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",

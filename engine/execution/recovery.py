@@ -86,7 +86,7 @@ class Recovery:
             self.rows = _raised(self.rows, most.max_num_seqs)
             if self.tokens == self.rows == _UNBOUNDED:
                 self._patience = _PATIENCE
-                logger.info("Steps have their full size again.")
+                logger.info("Steps are back to full size after the earlier failures.")
 
     def recover(self, error: Exception) -> list[RequestDelta]:
         """Divide the oldest step in flight, which could not be computed, or end the one request that it is about.

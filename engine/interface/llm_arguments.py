@@ -54,11 +54,13 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an argument is unknown, or has a value that would change what Octavo does.
     """
-    known = {field.name for field in fields(EngineConfig)}
+    known = {field.name: field.default for field in fields(EngineConfig)}
     settings: dict[str, Any] = {"max_step_time": 0.0}
     for name, value in given.items():
         own = _ALIASES.get(name, name)
         if own in known:
+            if value is None and known[own] is not None:
+                continue  # vLLM's None is the default
             settings[own] = _DTYPES.get(str(value), value) if own == "dtype" else value
             continue
         if name not in _HARMLESS:

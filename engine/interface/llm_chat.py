@@ -78,7 +78,7 @@ def conversation_prompt(
     template = None if chat_template is None else read_template(chat_template)
     template = template or tokenizer.need_chat_template(tools=tools is not None)
     if tools is not None and "tools" not in template:
-        _fail("tools", "the chat template knows no tools, so that the model would not see them. Leave them out.")
+        _fail("tools", "the chat template does not support tools, so the model would not see them. Leave them out.")
     described = None if tools is None else [_described(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     text = tokenizer.apply_chat_template(messages, chat_template=template, tools=described, **variables)
     return TokenInput(tokenizer.encode(text, add_special_tokens=False), text)

@@ -157,7 +157,7 @@ def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any])
             found["sparse"] = "input"
         case VocabularyWeights() if not masked:
             raise ModelLoadError(
-                f"{pipeline.transformer}: SpladePooling of {MODULES} reads the numbers of a masked-language-model "
+                f"{pipeline.transformer}: SpladePooling of {MODULES} needs the logits of a masked-language-model "
                 "head, and the model has none. Use the checkpoint with its head."
             )
         case _ if masked:

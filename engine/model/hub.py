@@ -124,6 +124,6 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
 def _unreachable(model: str, place: str) -> str:
     why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (
-        f"{place} is neither a local folder nor complete in the local cache, and {why}.{near(Path(model))} Check the "
-        "network, or give the path of a local model."
+        f"{place} is no local folder, its files are not all in the local cache, and {why}.{near(Path(model))} Check "
+        "the network, or give the path of a local model."
     )

@@ -287,7 +287,7 @@ class _Module:
         is_pylate = package.partition(".")[0] == "pylate" and kind == "Dense"
         module = cls(file, str(entry.get("name", path)), kind, root / path, is_pylate)
         if package.partition(".")[0] != "sentence_transformers" and not is_pylate:
-            raise module.refusal(f"{entry['type']} is code from outside sentence-transformers, which is never run")
+            raise module.refusal(f"{entry['type']} is custom code, and Octavo runs no code from a checkpoint")
         if kind not in _READERS:
             raise module.refusal(f"{entry['type']} is not implemented")
         return module

@@ -59,7 +59,9 @@ def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
         return "it is an encoder-decoder model and does not support conversations"
     if tokenizer is None:
         return "it has no tokenizer, so it cannot read messages"
-    return None if tokenizer.chat_template is not None else "its tokenizer has no chat template"
+    return (
+        None if tokenizer.chat_template is not None else "its tokenizer has no chat template (--chat-template sets one)"
+    )
 
 
 def _embeddings(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -116,7 +118,7 @@ def _translate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 
 def _transcriptions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if info.speech is None:
-        return f"{_kind(info)}, and it hears nothing"
+        return f"{_kind(info)}, and it does not accept audio"
     found = find_log_mel(info.model_path)
     if isinstance(found, str):
         return found

@@ -166,7 +166,7 @@ class ChatRenderer:
         template = tokenizer.need_chat_template(tools=rendering.tools is not None)
         for name, given in (("tools", rendering.tools), ("documents", rendering.documents)):
             if given is not None and name not in template and not (name == "tools" and formats.prompted):
-                message = f"The model's chat template knows no {name}, so that the model would not see them."
+                message = f"The model's chat template does not support {name}, so the model would not see them."
                 hint = " Leave them out, or start the server with --tool-prompt auto." if name == "tools" else ""
                 raise ApiError(400, f"{message}{hint or ' Leave them out.'}", param=name, code="unsupported_parameter")
         conversation = Conversation(

@@ -115,7 +115,7 @@ EMBEDDINGS: dict[str, Any] = {
 POOLING: dict[str, Any] = {
     "simple": {"summary": "What the model's head says of two texts", "value": {"input": ["A cat sat.", "It rains."]}},
     "half": {
-        "summary": "In base64, of half as many bits",
+        "summary": "Base64, half precision",
         "value": {"input": "A cat sat.", "encoding_format": "base64", "embed_dtype": "float16"},
     },
 }

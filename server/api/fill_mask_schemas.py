@@ -12,7 +12,7 @@ class FillMaskRequest(BoxedBody):
     """Body of POST /v1/fill-mask. All fields but input may be null, which means the default."""
 
     input: Inputs = Field(
-        description="One or several texts or lists of token ids. Each must contain the tokenizer's mask token."
+        description="A text, a list of token ids, or a list of these. Each must contain the tokenizer's mask token."
     )
     top_k: int | None = Field(
         None,

@@ -46,7 +46,7 @@ class SpeechForm(ServedBody):
         le=MAX_SPEECH_BEAMS,
         description="Beam search at temperature 0; left out, as the model's own files say.",
     )
-    seed: int | None = Field(None, ge=0, lt=2**63, description="Makes what is drawn reproducible.")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="Seed for sampling: the same seed gives the same text.")
     compression_ratio_threshold: float = Field(
         2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."
     )

@@ -328,7 +328,7 @@ class SettingsBase(ServerSettings, BaseSettings):
     )  # fmt: skip
 
     config: str | None = Field(
-        default=None, min_length=1, description="YAML file of settings; variables and flags are stronger."
+        default=None, min_length=1, description="YAML file of settings; environment variables and flags override it."
     )
 
     demo: Literal["chat", "seq2seq"] | None = Field(

@@ -57,7 +57,7 @@ async def create_conversation(
     service: ServiceDep,
     conversations: ConversationsDep,
 ) -> ConversationObject:
-    """Keep a new conversation, with its first items if there are some."""
+    """Create a conversation, optionally with its first items."""
     items = _read(body, response)
     try:
         created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))

@@ -157,7 +157,9 @@ def block_size(value: Any, name: str) -> tuple[int, int] | None:
         return None
     if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
         return value[0], value[1]
-    raise UnsupportedModelError(f"{name} of the config's quantization_config must be rows and columns; got {value!r}.")
+    raise UnsupportedModelError(
+        f"{name} of the config's quantization_config must be two sizes, [rows, columns]; got {value!r}."
+    )
 
 
 def whole_number(config: Mapping[str, Any], name: str, allowed: Iterable[int], default: int | None = None) -> int:
