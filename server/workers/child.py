@@ -63,7 +63,8 @@ def main() -> None:
                 control.close()
                 os.close(0)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                _work(line)
+                with contextlib.suppress(ConnectionError):  # the service hung up before it read what was sent
+                    _work(line)
                 os._exit(0)
 
 
