@@ -93,7 +93,7 @@ def test_greedy_goes_astray_where_beams_do_not(llm: LLM) -> None:
     greedy, beams = (translate(llm, [pair.source for pair in split], params) for params in (GREEDY, BEAMS))
     assert len(split) > 5
     assert sum(text == pair.best for text, pair in zip(greedy, split, strict=True)) < 0.1 * len(split)
-    assert sum(text == pair.best for text, pair in zip(beams, split, strict=True)) > 0.5 * len(split)
+    assert sum(text == pair.best for text, pair in zip(beams, split, strict=True)) > 0.4 * len(split)
 
 
 def test_the_beams_are_translations_too_in_order(llm: LLM) -> None:

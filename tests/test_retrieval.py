@@ -127,7 +127,7 @@ def test_any_masked_language_model_is_asked_by_the_task(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
-    "no-head": ([splade()], {}, "SpladePooling of modules.json reads .* and the model has none"),
+    "no-head": ([splade()], {}, "SpladePooling of modules.json needs .* and the model has none"),
     "strategy": ([splade(pooling_strategy="mean")], {}, "pooling_strategy is 'mean'"),
     "function": ([splade(activation_function="gelu")], {}, "activation_function is 'gelu'"),
     "after": ([splade(), NORMALIZE], {}, "nothing is implemented after SpladePooling"),
@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
         {},
         "made for vectors of 9 features.*gives 32",
     ),
-    "code": ([Module("pylate.models.Own", {})], {}, "code from outside"),
+    "code": ([Module("pylate.models.Own", {})], {}, "custom code"),
 }
 
 
