@@ -1,4 +1,4 @@
-"""What is noted of one request while its answer streams."""
+"""The record of one request: its times and token counts while its answer streams."""
 
 from __future__ import annotations
 

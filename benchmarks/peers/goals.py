@@ -30,7 +30,7 @@ MEASURES = {
     "mixed-8": ("8 mixed requests", 1.5),
     "context-8192": ("decode, batch 1, context of 8192", 1.2),
 }
-"""What is measured with them, and the ratio that is the goal."""
+"""The figures of these cases, and the ratio that each must reach."""
 
 
 @dataclass(frozen=True)

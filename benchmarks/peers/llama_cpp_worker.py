@@ -212,7 +212,7 @@ def _write(model: Path, file: Path, plain: str) -> None:
 
 
 def _experts(config: dict[str, Any]) -> int:
-    """Of each layer; `transformers` has had two names for it."""
+    """The type of each layer. `transformers` has used two names for this setting."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 

@@ -107,7 +107,7 @@ def _kept(models: Path, make: Callable[[], Names]) -> Names:
 
 
 def _state(models: Path) -> str:
-    """What changes when a file does."""
+    """A digest that changes when one of the files does."""
     state = hashlib.sha256()
     for folder in sorted(entry.path for entry in os.scandir(models) if entry.is_dir()):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):

@@ -68,7 +68,7 @@ def find_folder(setting: str | None) -> Path | None:
         setting: a folder or "off"; None for one in the user's cache.
 
     Raises:
-        ConfigError: the folder is in the home of a user who has none.
+        ConfigError: the path begins with ~ and names a user without a home folder.
     """
     if setting is None:
         try:

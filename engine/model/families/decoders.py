@@ -88,7 +88,7 @@ def _ernie(c: Any) -> Attention:
 
 
 def _exaone4(c: Any) -> list[Attention]:
-    """Where layers have windows, the others have no positions."""
+    """The layers with a window have rotary positions. If there are such layers, the others have none."""
     return [
         attention(
             c,
@@ -139,7 +139,7 @@ def _gemma_norm(c: Any) -> Norm:
 
 
 def _causal_alone(c: Any, family: str) -> None:
-    # The reference of Gemma 2 reads the setting and masks later tokens all the same, but not with every kernel.
+    # Gemma 2 in `transformers` masks later tokens in spite of this setting, but not with every kernel.
     if getattr(c, "use_bidirectional_attention", None):
         raise UnsupportedModelError(
             f"use_bidirectional_attention of the config must be false for {family}, for which bidirectional attention "
