@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends import triton as gpu
 from engine.backends.native.adapters import AdapterTable
 from engine.model.adapters import LowRank
 
@@ -34,7 +35,7 @@ class AdapterSlots:
         self._filled: set[int] = set()
         self.table: AdapterTable | None = None
         self.down = self.up = torch.empty(0)
-        if device.type == "cpu":
+        if device.type == "cpu" and not gpu.serves(device):
             self.table = AdapterTable(1 + slots, inputs, outputs, rank)
         else:
             self.down = torch.zeros(1 + slots, rank, inputs, dtype=dtype, device=device)
@@ -58,6 +59,13 @@ class AdapterSlots:
         else:
             self.down[slot].zero_()
             self.up[slot].zero_()
+
+    def warm(self) -> None:
+        """Compile a GPU's kernel."""
+        if self.table is None and gpu.serves(self.down.device):
+            from engine.backends.triton import adapters
+
+            adapters.warm(self.down, self.up)
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> Tensor:
         """out [T, out] with what the adapters of these slots [T] make of the rows x [T, in]; computed in float32.

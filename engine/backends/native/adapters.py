@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def _blocks(up: Tensor) -> Iterator[tuple[slice, int, int]]:
         else:
             found.append((rank, rank + 1, first, end))
     ordered = sorted(found, key=lambda block: block[2])
-    if any(one[3] > other[2] for one, other in zip(ordered, ordered[1:], strict=False)):
+    if any(one[3] > other[2] for one, other in pairwise(ordered)):
         found = [(0, up.shape[1], ordered[0][2], max(block[3] for block in found))]
     return ((slice(begin, end), first, last) for begin, end, first, last in found)
 
