@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+
+from engine.backends.native.memory import Arena
 from engine.errors import AdapterError
 from engine.interface.adapters import AdapterInfo
-from engine.model.adapters import Adapter
+from engine.model.adapters import Adapter, LowRank
 from engine.model.layers import Linear
 from engine.model.transformer import Transformer
+
+_WHOLE = ("float32", "bfloat16", "amx_float32", "amx_bfloat16")  # kinds of weights that are not quantised
 
 
 class LoadedAdapters:
@@ -34,10 +39,11 @@ class LoadedAdapters:
         if not 1 <= slot <= self._max_loras:
             raise AdapterError(f"slot {slot} is none of 1 to {self._max_loras} (max_loras).")
         linears = self._check(adapter)
+        arena = Arena()
         try:
             for path, linear in linears.items():
                 assert linear.adapters is not None
-                linear.adapters.put(slot, adapter.products[path])
+                linear.adapters.put(slot, _in_format(adapter.products[path], linear, self._model.dtype), arena)
         except BaseException:
             self._empty(list(linears.values()), slot)
             raise
@@ -90,4 +96,13 @@ class LoadedAdapters:
             if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
                 raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")
             found[path] = linear
-        return found
+        # In the order in which a step reads them.
+        return {path: found[path] for path in modules if path in found}
+
+
+def _in_format(part: LowRank, linear: Linear, dtype: torch.dtype) -> LowRank:
+    """An addition in the format of a product's weight, or in its own precision beside a quantised one."""
+    packed = None if linear.packed is None else linear.packed.native
+    if linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE):
+        return part
+    return LowRank(part.down.to(dtype), part.up.to(dtype))
