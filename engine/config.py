@@ -34,6 +34,7 @@ def parse_bytes(value: int | str, setting: str) -> int:
 
 DEFAULT_NUM_SEQS = 128
 DEFAULT_NUM_BEAMS = 16
+MOST_LORA_RANK = 256
 CATALOGUE_NUM_BEAMS = 256  # where answers are ranked by beams, many are asked for
 _LARGEST = 2**63 - 1  # what a message to the engine's process can carry
 
@@ -90,6 +91,8 @@ class EngineConfig:
         generation_config: auto applies the model's generation_config.json, none ignores it.
         max_num_beams: most beams a request may ask for (default: 16; with a catalogue 256, or max_num_seqs if that is
             lower).
+        max_loras: most LoRA adapters that are loaded at the same time. 0 turns adapters off.
+        max_lora_rank: largest rank of an adapter, at most 256.
         catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
             an object with text or ids. For several lists, repeat the flag or separate them by commas.
         seed: seed for requests without a seed of their own (default: random).
@@ -125,6 +128,8 @@ class EngineConfig:
     chat_template: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
     show_progress: bool | None = None
@@ -137,6 +142,10 @@ class EngineConfig:
         for name in ("threads", "max_model_len", "max_num_seqs", "max_num_beams", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        self._at_least("max_loras", 0)
+        self._at_least("max_lora_rank", 1)
+        if self.max_lora_rank > MOST_LORA_RANK:
+            raise ConfigError(f"max_lora_rank must be at most {MOST_LORA_RANK}, got {self.max_lora_rank}.")
         if self.max_num_batched_tokens < self.most_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -191,6 +191,7 @@ class EncoderDecoder(Decoder):
             min_rows=self.min_rows,
             caches=cache.paged(buffers.tables.fill(np.zeros((0, 0), dtype=np.int32))),
             slots=buffers.slots.fill(batch.slots),
+            sides=buffers.sides.fill(batch.sides, padded),
             signals=[gpu.upload(signal, device) for signal in batch.signals],
         )
 

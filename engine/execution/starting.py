@@ -17,6 +17,7 @@ from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
+from engine.execution.adapters import LoadedAdapters
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
@@ -166,6 +167,8 @@ def load(resolved: Resolved) -> ModelRunner:
         share_weights=config.share_weights,
         pack=True,
     )
+    if config.max_loras:
+        model.take_adapters(config.max_loras, config.max_lora_rank)
     model.pack(resolved.quantization)
     cache_dtype, whole = resolved.cache_dtype, model.spec.decoder is None
     centres = None
@@ -176,6 +179,7 @@ def load(resolved: Resolved) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model),
+        adapters=LoadedAdapters(model, config.max_loras, config.max_lora_rank),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )

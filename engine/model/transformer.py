@@ -19,6 +19,8 @@ from engine.backends.native.gemm import Packed, Weight
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
+from engine.model.adapter_slots import AdapterSlots
+from engine.model.adapter_targets import adaptable
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, Panel, build_head
@@ -152,6 +154,21 @@ class Transformer(nn.Module):
         for embedding in self.modules():
             if isinstance(embedding, TokenEmbedding) and embedding.tokens is table:
                 embedding.give_up_table(look_up)
+
+    def take_adapters(self, slots: int, max_rank: int) -> None:
+        """Give the products of all stacks slots for adapters, before executors are made.
+
+        Args:
+            max_rank: the largest rank of an adapter to one matrix of a checkpoint; a product may be made of several.
+        """
+        self._sides.add("adapter_slots")
+        for stack in (self.encoder, self.decoder):
+            for linear, matrices in ({} if stack is None else adaptable(stack)).items():
+                linear.adapters = AdapterSlots(
+                    linear.inputs, linear.outputs, slots, matrices * max_rank, self.dtype, self.device
+                )
+        if self.twin is not None:
+            self.twin.take_adapters(slots, max_rank)
 
     def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):

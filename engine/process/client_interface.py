@@ -52,6 +52,7 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
         first, without choices, says that it was accepted, the last one has `finished` set. Or it is

@@ -66,6 +66,7 @@ class ConnectedClient(EngineClient):
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         self._attach()
         self._check_alive()
@@ -74,7 +75,14 @@ class ConnectedClient(EngineClient):
                 f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
             )
         command = encode_add(
-            request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
+            request_id,
+            input,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=deadline,
+            tenant=tenant,
+            adapter=adapter,
         )
         self._send(command)
         self._streams[request_id] = _Stream(self._num_sent, deliver)

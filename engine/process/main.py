@@ -303,6 +303,7 @@ class Loop:
                 cache_salt=command.cache_salt,
                 deadline=command.deadline,
                 tenant=command.tenant,
+                adapter=command.adapter,
             )
         except OctavoError as error:
             return error

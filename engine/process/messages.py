@@ -162,6 +162,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     cache_salt: str | None = None
     deadline: float | None = None
     tenant: str | None = None
+    adapter: str | None = None
 
     @property
     def input(self) -> EngineInput:

@@ -130,6 +130,12 @@ class Scheduler:
         self._finish(group)
         return True
 
+    def end(self, groups: Iterable[SequenceGroup], message: str) -> None:
+        """End requests with an error; the next deltas say so."""
+        for group in list(groups):
+            self._outbox.append(final_abort(group, "error", message))
+            self._finish(group)
+
     def has_unfinished(self) -> bool:
         """Some request is queued or runs, or has news to deliver."""
         return bool(self._groups or self._outbox)

@@ -1,74 +1,72 @@
-"""Adapters of random numbers, saved as PEFT saves them, and the models that they make."""
+"""Random adapters of `transformers` models: the merged reference, and the same as the engine holds them."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
+
+from engine.model.adapters import Adapter, LowRank
+
+# The engine's products, and the reference's matrices that each joins.
+LLAMA = {
+    "decoder.blocks.{}.attention.inner.qkv": [f"model.layers.{{}}.self_attn.{name}_proj" for name in "qkv"],
+    "decoder.blocks.{}.attention.inner.out": ["model.layers.{}.self_attn.o_proj"],
+    "decoder.blocks.{}.ffn.inner.gate_up": ["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
+    "decoder.blocks.{}.ffn.inner.down": ["model.layers.{}.mlp.down_proj"],
+}
+_OF_BART = {
+    "attention.inner.qkv": [f"self_attn.{name}_proj" for name in "qkv"],
+    "attention.inner.out": ["self_attn.out_proj"],
+    "ffn.inner.up": ["fc1"],
+    "ffn.inner.down": ["fc2"],
+}
+_ACROSS = {
+    "cross.inner.queries": ["encoder_attn.q_proj"],
+    "cross.inner.kv": ["encoder_attn.k_proj", "encoder_attn.v_proj"],
+    "cross.inner.out": ["encoder_attn.out_proj"],
+}
+BART = {
+    f"{stack}.blocks.{{}}.{ours}": [f"model.{stack}.layers.{{}}.{name}" for name in theirs]
+    for stack, parts in (("encoder", _OF_BART), ("decoder", _OF_BART | _ACROSS))
+    for ours, theirs in parts.items()
+}
+BERT = {
+    "encoder.blocks.{}.attention.inner.qkv": [
+        f"encoder.layer.{{}}.attention.self.{name}" for name in ("query", "key", "value")
+    ],
+    "encoder.blocks.{}.attention.inner.out": ["encoder.layer.{}.attention.output.dense"],
+    "encoder.blocks.{}.ffn.inner.up": ["encoder.layer.{}.intermediate.dense"],
+    "encoder.blocks.{}.ffn.inner.down": ["encoder.layer.{}.output.dense"],
+}
 
 
-def matrices(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Features in and out of each matrix of a model of transformers, by its module's name."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[name] = module.in_features, module.out_features
-        elif isinstance(module, Conv1D):
-            found[name] = module.nx, module.nf
-    return found
-
-
-def adapter_tensors(
-    sizes: Mapping[str, tuple[int, int]], rank: Callable[[str], int] = lambda name: 4, *, seed: int = 0, by: float = 0.3
-) -> dict[str, Tensor]:
-    """Random matrices under the names that PEFT gives them.
-
-    Args:
-        by: how large the additions are, compared with the matrices of `fill_randomly`.
-    """
+def make_adapter(
+    model: Any, products: dict[str, list[str]], seed: int, *, layers: int = 2, rank: int = 4, gain: float = 0.5
+) -> tuple[Adapter, Any]:
+    """A random adapter of all products of a reference model, and a copy of the model with the adapter merged."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
-    for name, (inputs, outputs) in sizes.items():
-        stem = f"base_model.model.{name}"
-        found[f"{stem}.lora_A.weight"] = torch.randn(rank(name), inputs, generator=generator) * inputs**-0.5
-        found[f"{stem}.lora_B.weight"] = torch.randn(outputs, rank(name), generator=generator) * by
-    return found
+    merged, found = copy.deepcopy(model), {}
+    modules = dict(merged.named_modules())
+    for ours, theirs in products.items():
+        for layer in range(layers):
+            parts = []
+            for name in theirs:
+                linear = modules[name.format(layer)]
+                outputs, inputs = linear.weight.shape
+                down = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+                up = torch.randn(outputs, rank, generator=generator) * gain * rank**-0.5
+                linear.weight.data += up @ down
+                parts.append((down, up))
+            found[ours.format(layer)] = joined(parts)
+    digest = hashlib.sha256(f"{seed} {rank} {gain}".encode()).digest()
+    return Adapter(name=f"adapter-{seed}", path=f"adapters/{seed}", digest=digest, products=found), merged
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
-    """A folder as PEFT saves it, with settings of its config; a setting of ... is left out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name})
-    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": targets, "bias": "none"} | settings
-    values = {name: value for name, value in values.items() if value is not ...}
-    (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
-    save_file(dict(tensors), folder / "adapter_model.safetensors")
-    return folder
-
-
-@torch.no_grad()
-def merged(model: Any, tensors: Mapping[str, Tensor], scale: Callable[[str], float] = lambda name: 6 / 4) -> Any:
-    """A copy of a model of transformers with an adapter's additions in its matrices."""
-    model = copy.deepcopy(model)
-    for name, module in model.named_modules():
-        down = tensors.get(f"base_model.model.{name}.lora_A.weight")
-        if down is not None:
-            delta = scale(name) * tensors[f"base_model.model.{name}.lora_B.weight"] @ down
-            module.weight += delta.t() if isinstance(module, Conv1D) else delta
-    for name, parameter in model.named_parameters():
-        if (whole := tensors.get(f"base_model.model.{name}")) is not None:
-            parameter.copy_(whole)
-    return model
-
-
-def root_scale(alpha: float, rank: int) -> float:
-    """The scale of rsLoRA."""
-    return alpha / math.sqrt(rank)
+def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> LowRank:
+    """The low-rank change of matrices that lie one below the other."""
+    return LowRank(torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts)))

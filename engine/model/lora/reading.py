@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import ModelLoadError, OctavoError, UnsupportedModelError
+from engine.errors import AdapterError, ModelLoadError
 from engine.model.adapters import Adapter
 from engine.model.gguf.files import SUFFIX
 from engine.model.lora.matrices import Matrices, Whole
@@ -31,30 +31,26 @@ _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embed
 logger = logging.getLogger("octavo.model")
 
 
-def read_adapter(
-    name: str, path: str | Path, model: Transformer, max_rank: int, inside: str | Path | None = None
-) -> Adapter:
+def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int) -> Adapter:
     """An adapter for a model.
 
     Args:
         name: the name under which requests select it.
         path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
         max_rank: `max_lora_rank` of the engine.
-        inside: folder that all files must lie in, links resolved; None: anywhere.
 
     Raises:
-        ModelLoadError: no adapter, damaged files, or shapes that are not the model's.
-        UnsupportedModelError: an adapter that is not applied.
+        AdapterError: no adapter, damaged files, shapes that are not the model's, or a kind of adapter that is not
+            applied.
     """
     path, targets = Path(path), Targets(model)
-    inside = None if inside is None else Path(inside)
     if path.suffix == SUFFIX:
         from engine.model.lora.gguf import gguf_parts  # only few need it
 
-        file = _inside(path, inside)
-        found = gguf_parts(file, model.spec)
+        file = path
+        found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
     else:
-        settings, file = _folder(path, inside)
+        settings, file = _folder(path)
         if settings.base:
             logger.info("The adapter %s was trained on %s.", name, settings.base)
         found = _peft_parts(file, settings)
@@ -68,14 +64,13 @@ def read_adapter(
             else:
                 for target, down, up in _read(each, targets, max_rank):
                     parts.setdefault(target.path, []).append((target, down, up))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{file}: {str(error).rstrip('.')}.") from error
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{file}: {str(error).rstrip('.')}.") from error
+    except (AdapterError, ModelLoadError) as error:
+        told = str(error)
+        raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, error) from error
     if not parts and not saved:
-        raise ModelLoadError(f"{file} holds no matrices of an adapter.")
+        raise AdapterError(f"{file} holds no matrices of an adapter.")
     products = {product: joined(of_one) for product, of_one in parts.items()}
     return Adapter(
         name=name,
@@ -93,20 +88,20 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
     for target in found:
         features_in, features_out = target.stored
         if inputs != [features_in] or outputs != [features_out] or rank != also or not rank:
-            raise ModelLoadError(
+            raise AdapterError(
                 f"the adapter of {each.module} has the shapes {list(each.sizes[0])} and {list(each.sizes[1])}, but "
                 f"the model's matrix has {features_in} inputs and {features_out} outputs. The adapter is for another "
                 "model"
             )
     if rank > max_rank:
-        raise ModelLoadError(
+        raise AdapterError(
             f"the adapter of {each.module} has rank {rank}, but max_lora_rank is {max_rank}. Raise --max-lora-rank"
         )
     down, up = (tensor.float() for tensor in each.read())
     up = up * each.scale
     for tensor in (down, up):
         if not bool(tensor.isfinite().all()):
-            raise ModelLoadError(f"the adapter of {each.module} holds NaN or infinite numbers")
+            raise AdapterError(f"the adapter of {each.module} holds NaN or infinite numbers")
     for target in found:
         yield target, down, up
 
@@ -116,63 +111,48 @@ def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
     found = targets.head_parameter(each.name)
     if found is None:
         if any(f".{word}." in f".{each.name}" for word in _TOKENS):
-            raise UnsupportedModelError(
+            raise AdapterError(
                 f"it brings {each.name}: adapters with added tokens, or with their own token table or output matrix, "
                 "are not supported"
             )
-        raise UnsupportedModelError(
-            f"it brings {each.name} whole: of modules_to_save, only heads of classifiers are supported"
-        )
+        raise AdapterError(f"it brings {each.name} whole: of modules_to_save, only heads of classifiers are supported")
     entry, shape = found
     if [torch.Size(each.shape)] != entry.transform.shapes(shape):
-        raise ModelLoadError(
+        raise AdapterError(
             f"{each.name} has the shape {list(each.shape)}, but the model's head has {list(shape)}. Serve a base "
             "model with as many labels as the adapter has"
         )
     filled = torch.empty(shape)
     entry.transform.fill(filled, 0, each.read().float())
     if not bool(filled.isfinite().all()):
-        raise ModelLoadError(f"{each.name} holds NaN or infinite numbers")
+        raise AdapterError(f"{each.name} holds NaN or infinite numbers")
     return entry.target, filled
 
 
-def _folder(path: Path, inside: Path | None) -> tuple[LoraSettings, Path]:
+def _folder(path: Path) -> tuple[LoraSettings, Path]:
     """The settings of a PEFT folder, and its file of weights."""
     if not path.is_dir():
-        raise ModelLoadError(
+        raise AdapterError(
             f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."
         )
     if not (path / FILE).is_file():
-        raise ModelLoadError(f"The folder {path} has no {FILE}, so it is not an adapter that PEFT saved.")
-    settings = read_settings(_inside(path / FILE, inside))
+        raise AdapterError(f"The folder {path} has no {FILE}, so it is not an adapter that PEFT saved.")
+    settings = read_settings(path / FILE)
     if not (path / WEIGHTS).is_file():
         other = next((name for name in _UNSAFE if (path / name).is_file()), None)
         if other is not None:
-            raise UnsupportedModelError(
+            raise AdapterError(
                 f"{path / other} is a pickle, which may run code when it is read. Save the adapter as {WEIGHTS} "
                 "(PEFT's save_pretrained does)."
             )
-        raise ModelLoadError(f"The folder {path} has no {WEIGHTS}.")
-    return settings, _inside(path / WEIGHTS, inside)
-
-
-def _inside(path: Path, folder: Path | None) -> Path:
-    """The path, if the file lies in the folder.
-
-    Raises:
-        ModelLoadError: it does not exist, or lies elsewhere.
-    """
-    if not path.is_file():
-        raise ModelLoadError(f"The file {path} does not exist.")
-    if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
-        raise ModelLoadError(f"{path} lies outside of {folder}, which --enable-lora-loading names.")
-    return path
+        raise AdapterError(f"The folder {path} has no {WEIGHTS}.")
+    return settings, path / WEIGHTS
 
 
 def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole]:
     """The matrices of a PEFT folder."""
     try:
-        stored = safe_open(str(file), framework="pt", device="cpu")
+        stored: Any = safe_open(str(file), framework="pt", device="cpu")
         names = list(stored.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, error) from error
@@ -180,14 +160,14 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
     for name in names:
         short = name.removeprefix(_STEM)
         if str(stored.get_slice(name).get_dtype()) not in _FORMATS:
-            raise UnsupportedModelError(
+            raise AdapterError(
                 f"{name} is stored as {stored.get_slice(name).get_dtype()}; supported: {', '.join(_FORMATS)}"
             )
         if found := _PART.fullmatch(short):
             modules.setdefault(found[1], {})[found[2]] = name
         elif "lora_" in short:
             kind = "adapters of embeddings" if "lora_embedding" in short else "such tensors"
-            raise UnsupportedModelError(f"it holds {name}: {kind} are not supported")
+            raise AdapterError(f"it holds {name}: {kind} are not supported")
         else:
             shape = tuple(stored.get_slice(name).get_shape())
             yield Whole(short, shape, lambda name=name: stored.get_tensor(name))  # type: ignore[misc]
@@ -198,14 +178,14 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
 def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any) -> Matrices:
     if len(halves) < 2:
         missing = "B" if "A" in halves else "A"
-        raise ModelLoadError(f"lora_{missing} of {module} is missing. Save the adapter again")
+        raise AdapterError(f"lora_{missing} of {module} is missing. Save the adapter again")
     if not settings.aims_at(module):
-        raise ModelLoadError(f"it holds an adapter of {module}, which target_modules of {FILE} do not name")
+        raise AdapterError(f"it holds an adapter of {module}, which target_modules of {FILE} do not name")
     down, up = (tuple(stored.get_slice(halves[half]).get_shape()) for half in "AB")
     if len(down) != 2 or len(up) != 2:
-        raise UnsupportedModelError(f"{module} has an adapter of {max(len(down), len(up))} dimensions")
+        raise AdapterError(f"{module} has an adapter of {max(len(down), len(up))} dimensions")
     if down[0] != settings.rank_of(module):
-        raise ModelLoadError(
+        raise AdapterError(
             f"the adapter of {module} has rank {down[0]}, but {FILE} says {settings.rank_of(module)}. The two files "
             "belong to different adapters"
         )
@@ -217,8 +197,8 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
     )
 
 
-def _damaged(file: Path, error: Exception) -> OctavoError:
-    return ModelLoadError(f"{file} cannot be read ({error}). It is damaged or incomplete: save or copy it again.")
+def _damaged(file: Path, error: Exception) -> AdapterError:
+    return AdapterError(f"{file} cannot be read ({error}). It is damaged or incomplete: save or copy it again.")
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> bytes:

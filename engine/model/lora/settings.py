@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.errors import AdapterError
 
 FILE = "adapter_config.json"
 MOST_RANK = 256
@@ -99,23 +99,23 @@ def read_settings(path: Path) -> LoraSettings:
     """The settings of a file.
 
     Raises:
-        ModelLoadError: it cannot be read, or a value is not one that PEFT writes.
-        UnsupportedModelError: a kind of adapter, or a setting of it, that Octavo does not apply.
+        AdapterError: the file cannot be read, a value is not one that PEFT writes, or Octavo does not apply such
+            adapters.
     """
     values = _values(path)
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{path}: peft_type is {_shown(kind)}. Octavo serves adapters of the type LORA.")
+        raise AdapterError(f"{path}: peft_type is {_shown(kind)}. Octavo serves adapters of the type LORA.")
     for name, value in values.items():
         if name in _READ or name in _HARMLESS or not value:
             continue
         reason = _REASONS.get(name, f"the setting {name} is")
-        raise UnsupportedModelError(f"{path}: {reason} not supported ({name} is {_shown(value)}).")
+        raise AdapterError(f"{path}: {reason} not supported ({name} is {_shown(value)}).")
     bias, start = values.get("bias", "none"), values.get("init_lora_weights", True)
     if bias != "none":
-        raise UnsupportedModelError(f"{path}: biases in adapters are not supported (bias is {_shown(bias)}).")
+        raise AdapterError(f"{path}: biases in adapters are not supported (bias is {_shown(bias)}).")
     if not isinstance(start, bool) and (not isinstance(start, str) or start.lower() not in _STARTS):
-        raise UnsupportedModelError(
+        raise AdapterError(
             f"{path}: init_lora_weights is {_shown(start)}, which changes the base model's weights. Convert the "
             "adapter to a plain one, as PEFT's documentation describes."
         )
@@ -151,15 +151,15 @@ def _values(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read ({error.strerror}).") from error
+        raise AdapterError(f"{path} cannot be read ({error.strerror}).") from error
     if len(content) > _MOST_BYTES:
-        raise ModelLoadError(f"{path} has more than {_MOST_BYTES} bytes, so it is not a file that PEFT wrote.")
+        raise AdapterError(f"{path} has more than {_MOST_BYTES} bytes, so it is not a file that PEFT wrote.")
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON ({error}). Save the adapter again.") from error
+        raise AdapterError(f"{path} is not valid JSON ({error}). Save the adapter again.") from error
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} holds {type(values).__name__}, not an object of settings.")
+        raise AdapterError(f"{path} holds {type(values).__name__}, not an object of settings.")
     return values
 
 
@@ -189,7 +189,7 @@ def _rank(path: Path, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _wrong(path, name, value, "a whole number above 0")
     if value > MOST_RANK:
-        raise UnsupportedModelError(f"{path}: {name} is {value}. Octavo serves adapters up to rank {MOST_RANK}.")
+        raise AdapterError(f"{path}: {name} is {value}. Octavo serves adapters up to rank {MOST_RANK}.")
     return value
 
 
@@ -199,8 +199,8 @@ def _number(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _wrong(path: Path, name: str, value: Any, wanted: str) -> ModelLoadError:
-    return ModelLoadError(f"{path}: {name} must be {wanted}, got {_shown(value)}.")
+def _wrong(path: Path, name: str, value: Any, wanted: str) -> AdapterError:
+    return AdapterError(f"{path}: {name} must be {wanted}, got {_shown(value)}.")
 
 
 def _shown(value: object) -> str:
@@ -212,10 +212,10 @@ def _simple(path: Path, name: str, pattern: str) -> str:
     """The pattern, if trying it on names takes no noticeable time.
 
     Raises:
-        UnsupportedModelError: it might.
+        AdapterError: it might.
     """
     if not _is_simple(pattern):
-        raise UnsupportedModelError(
+        raise AdapterError(
             f"{path}: the pattern {_shown(pattern)} of {name} is not supported. Octavo reads patterns with at most "
             f"{_MOST_QUANTIFIERS} quantifiers, none of them after a parenthesis. List the modules' names instead."
         )

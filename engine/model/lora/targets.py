@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
+from engine.errors import AdapterError
 from engine.model import spec
+from engine.model.adapter_targets import adaptable
 from engine.model.adapters import LowRank
 from engine.model.layers import Linear
-from engine.model.operations import AddAdapters
 from engine.model.table import Affine, Entry, Joined, Transform, Transposed, keeps_rows
 from engine.model.transformer import Transformer
 
@@ -52,8 +51,9 @@ class Targets:
         self._table = model.table
         self._model = model
         self._has_classes = isinstance(model.spec.head, spec.Classifier)
-        adaptable = set(_adaptable(model))
-        self._paths = {id(module): path for path, module in model.named_modules() if module in adaptable}
+        stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+        changed = {linear for stack in stacks for linear in adaptable(stack)}
+        self._paths = {id(module): path for path, module in model.named_modules() if module in changed}
         self._entries: dict[str, list[tuple[Entry, int]]] = {}
         for entry in self._table.entries:
             for place, source in enumerate(entry.sources):
@@ -66,15 +66,15 @@ class Targets:
             module: the name of its module in transformers.
 
         Raises:
-            UnsupportedModelError: there is no such matrix, or adapters of it are not applied; the error says why.
+            AdapterError: there is no such matrix, or adapters of it are not applied; the error says why.
         """
         name = self._current(f"{module}.weight")
         if name == self._table.head:
-            raise UnsupportedModelError(f"{module} is the output matrix: adapters of it are not supported")
+            raise AdapterError(f"{module} is the output matrix: adapters of it are not supported")
         if name not in self._entries:
             if self._table.ignores(name):
                 return []
-            raise UnsupportedModelError(f"the model has no matrix {module}")
+            raise AdapterError(f"the model has no matrix {module}")
         found: dict[str, Target] = {}
         for entry, place in self._entries[name]:
             target = self._target(entry, place, module)
@@ -99,19 +99,19 @@ class Targets:
     def _target(self, entry: Entry, place: int, module: str) -> Target:
         path = entry.target.removesuffix(".weight")
         if ".embedding." in f".{entry.target}":
-            raise UnsupportedModelError(f"{module} belongs to the embedding: adapters of embeddings are not supported")
+            raise AdapterError(f"{module} belongs to the embedding: adapters of embeddings are not supported")
         if entry.target.startswith("head."):
-            raise UnsupportedModelError(f"{module} belongs to the head: adapters of heads are not supported")
+            raise AdapterError(f"{module} belongs to the head: adapters of heads are not supported")
         try:
             linear = self._model.get_submodule(path)
         except AttributeError:
             linear = None
         if not isinstance(linear, Linear) or id(linear) not in self._paths:
             if ".routed." in path or "expert" in module or "router" in path:
-                raise UnsupportedModelError(f"{module} belongs to experts: adapters of experts are not supported")
-            raise UnsupportedModelError(f"{module} is not a plain product here: adapters of it are not supported")
+                raise AdapterError(f"{module} belongs to experts: adapters of experts are not supported")
+            raise AdapterError(f"{module} is not a plain product here: adapters of it are not supported")
         if not _is_rowwise(entry.transform):
-            raise UnsupportedModelError(f"{module} is laid out anew by column: adapters of it are not supported")
+            raise AdapterError(f"{module} is laid out anew by column: adapters of it are not supported")
         return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, place)
 
     def _current(self, stored: str) -> str:
@@ -132,14 +132,6 @@ def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
         torch.cat([down for _, down, _ in parts]).contiguous(),
         torch.cat([target.lift(up) for target, _, up in parts], dim=1).contiguous(),
     )
-
-
-def _adaptable(model: Transformer) -> Iterator[Linear]:
-    """The products that an adapter's addition may follow."""
-    for stack in (model.encoder, model.decoder):
-        for operation in () if stack is None else stack.program.operations:
-            if isinstance(operation, AddAdapters):
-                yield operation.linear
 
 
 def _is_rowwise(transform: Transform) -> bool:

@@ -1,0 +1,97 @@
+"""Loading of adapters into the slots of a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from engine.errors import AdapterError
+from engine.interface.adapters import AdapterInfo
+from engine.model.adapters import Adapter
+from engine.model.layers import Linear
+from engine.model.lora.reading import read_adapter
+from engine.model.transformer import Transformer
+
+
+class LoadedAdapters:
+    """The adapters of a model.
+
+    Args:
+        max_loras: slots; 0: the model takes no adapters.
+        max_rank: the largest rank of an adapter.
+    """
+
+    def __init__(self, model: Transformer, max_loras: int, max_rank: int):
+        self._model, self._max_loras, self._max_rank = model, max_loras, max_rank
+        self._filled: dict[int, list[Linear]] = {}
+
+    def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+        """Put an adapter, or the one in a folder or file, into an empty slot.
+
+        Raises:
+            AdapterError: it does not fit the model; nothing was changed.
+        """
+        adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
+        if not 1 <= slot <= self._max_loras:
+            raise AdapterError(f"slot {slot} is none of 1 to {self._max_loras} (max_loras).")
+        linears = self._check(adapter)
+        try:
+            for path, linear in linears.items():
+                assert linear.adapters is not None
+                linear.adapters.put(slot, adapter.products[path])
+        except BaseException:
+            self._empty(list(linears.values()), slot)
+            raise
+        self._filled[slot] = list(linears.values())
+        return AdapterInfo(
+            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes,
+            slot=slot,
+        )  # fmt: skip
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot."""
+        self._empty(self._filled.pop(slot, []), slot)
+
+    @staticmethod
+    def _empty(linears: list[Linear], slot: int) -> None:
+        for linear in linears:
+            assert linear.adapters is not None
+            linear.adapters.put(slot, None)
+
+    def _read(self, name: str, path: str) -> Adapter:
+        try:
+            return read_adapter(name, path, self._model, self._max_rank)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
+
+    def _check(self, adapter: Adapter) -> dict[str, Linear]:
+        """The products that an adapter adds to, by their paths."""
+        if not adapter.products:
+            raise AdapterError(f"adapter {adapter.name!r} adds to no product.")
+        if adapter.replaced:
+            raise AdapterError(
+                f"adapter {adapter.name!r} replaces {', '.join(adapter.replaced)}, but heads cannot be replaced."
+            )
+        modules = dict(self._model.named_modules())
+        found = {}
+        for path, part in adapter.products.items():
+            linear = modules.get(path)
+            if not isinstance(linear, Linear):
+                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, but the model has no such product.")
+            if linear.adapters is None:
+                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, which takes no adapters.")
+            rank = len(part.down)
+            if part.down.shape != (rank, linear.inputs) or part.up.shape != (linear.outputs, rank) or not rank:
+                raise AdapterError(
+                    f"adapter {adapter.name!r} has matrices of {list(part.down.shape)} and {list(part.up.shape)} for "
+                    f"{path}, which maps {linear.inputs} features to {linear.outputs}."
+                )
+            if rank > linear.adapters.rank:
+                raise AdapterError(
+                    f"adapter {adapter.name!r} has rank {rank} for {path}, but at most {linear.adapters.rank} are "
+                    f"allowed (max_lora_rank is {self._max_rank}). Raise --max-lora-rank."
+                )
+            if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
+                raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")
+            found[path] = linear
+        return found
