@@ -22,7 +22,7 @@ class LoadedAdapters:
     """
 
     def __init__(self, model: Transformer, max_loras: int, max_rank: int):
-        self._model, self._max_loras, self._max_rank = model, max_loras, max_rank
+        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
         self._filled: dict[int, list[Linear]] = {}
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
@@ -60,7 +60,7 @@ class LoadedAdapters:
 
     def _read(self, name: str, path: str) -> Adapter:
         try:
-            return read_adapter(name, path, self._model, self._max_rank)
+            return read_adapter(name, path, self._model, self.max_rank)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
 
@@ -89,7 +89,7 @@ class LoadedAdapters:
             if rank > linear.adapters.rank:
                 raise AdapterError(
                     f"adapter {adapter.name!r} has rank {rank} for {path}, but at most {linear.adapters.rank} are "
-                    f"allowed (max_lora_rank is {self._max_rank}). Raise --max-lora-rank."
+                    f"allowed (max_lora_rank is {self.max_rank}). Raise --max-lora-rank."
                 )
             if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
                 raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")

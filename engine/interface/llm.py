@@ -270,7 +270,8 @@ class LLM(PoolingMethods):
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine, those of `stats`, by their names."""
-        return [Metric(name, value) for name, value in asdict(self.engine.stats()).items()]
+        found = asdict(self.engine.stats()).items()
+        return [Metric(name, value) for name, value in found if not isinstance(value, tuple)]
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

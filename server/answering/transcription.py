@@ -102,11 +102,11 @@ class TranscriptionRun:
     async def respond(self, request: Request) -> Response:
         """The answer, as the form asks for it."""
         headers = ignored_header(self.form.ignored_fields())
-        self.terms = read_terms(self.form, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.form, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = RequestRecord(
             id=self.request_id,
             path=request.url.path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             stream=bool(self.form.stream),
             n=1,
             arrival=self.arrival,

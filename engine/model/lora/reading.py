@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from engine.errors import AdapterError, ModelLoadError
 from engine.model.adapters import Adapter
 from engine.model.gguf.files import SUFFIX
 from engine.model.lora.matrices import Matrices, Whole
-from engine.model.lora.settings import FILE, LoraSettings, read_settings
+from engine.model.lora.settings import FILE, MOST_RANK, LoraSettings, read_settings
 from engine.model.lora.targets import Target, Targets, joined
 from engine.model.transformer import Transformer
 
+USUAL_RANK = 64
 WEIGHTS = "adapter_model.safetensors"
 _UNSAFE = ("adapter_model.bin", "adapter_model.pt")
 _STEM = "base_model.model."
@@ -79,6 +80,25 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
         products=products,
         replaced=saved,
     )
+
+
+def largest_rank(paths: Iterable[str]) -> int:
+    """The largest rank that the adapters of these paths state; `USUAL_RANK` if there are none.
+
+    Raises:
+        AdapterError: an adapter cannot be read.
+        ModelLoadError: a GGUF file is damaged.
+    """
+    ranks = []
+    for path in map(Path, paths):
+        if path.suffix == SUFFIX:
+            from engine.model.gguf.container import read_gguf  # only few need it
+
+            ranks += [info.shape[0] for info in read_gguf(path).tensors.values() if info.name.endswith(".lora_a")]
+        else:
+            settings, _ = _folder(path)
+            ranks += [settings.rank, *settings.ranks.values()]
+    return min(max(ranks, default=USUAL_RANK), MOST_RANK)
 
 
 def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Target, Tensor, Tensor]]:
