@@ -56,7 +56,7 @@ class LoadedAdapters:
     def _empty(linears: list[Linear], slot: int) -> None:
         for linear in linears:
             assert linear.adapters is not None
-            linear.adapters.put(slot, None)
+            linear.adapters.clear(slot)
 
     def _read(self, name: str, path: str) -> Adapter:
         try:

@@ -159,6 +159,8 @@ class ModelRunner:
             for linear in self.model.modules():
                 if isinstance(linear, Linear):
                     linear.warm(self.model.dtype)
+                    if linear.adapters is not None:
+                        linear.adapters.warm()
             self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)

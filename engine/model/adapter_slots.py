@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends import triton as gpu
 from engine.backends.native.adapters import AdapterTable
 from engine.model.adapters import LowRank
 
@@ -25,35 +26,46 @@ class AdapterSlots:
         dtype: of a GPU's slots.
 
     Attributes:
-        table: the same for the CPU's library.
+        table: what a CPU has.
         down: [1 + slots, rank, in] on a GPU; up: [1 + slots, out, rank] there.
     """
 
     def __init__(self, inputs: int, outputs: int, slots: int, rank: int, dtype: torch.dtype, device: torch.device):
         self.inputs, self.outputs, self.rank = inputs, outputs, rank
-        self._parts: list[LowRank | None] = [None] * (1 + slots)
+        self._filled: set[int] = set()
         self.table: AdapterTable | None = None
         self.down = self.up = torch.empty(0)
-        if device.type == "cpu":
-            self.table = AdapterTable(1 + slots, inputs, outputs)
+        if device.type == "cpu" and not gpu.serves(device):
+            self.table = AdapterTable(1 + slots, inputs, outputs, rank)
         else:
             self.down = torch.zeros(1 + slots, rank, inputs, dtype=dtype, device=device)
             self.up = torch.zeros(1 + slots, outputs, rank, dtype=dtype, device=device)
 
-    def put(self, slot: int, part: LowRank | None) -> None:
-        """Fill a slot, or empty it."""
+    def put(self, slot: int, part: LowRank) -> None:
+        """Fill an empty slot."""
+        self._filled.add(slot)
         if self.table is not None:
-            self._parts[slot] = part
-            self.table.put(slot, None if part is None else (part.down, part.up))
-            return
-        self.down[slot].zero_()
-        self.up[slot].zero_()
-        self._parts[slot] = None
-        if part is not None:
+            self.table.put(slot, part.down, part.up)
+        else:
             rank = len(part.down)
             self.down[slot, :rank].copy_(part.down)
             self.up[slot, :, :rank].copy_(part.up)
-            self._parts[slot] = LowRank(self.down[slot, :rank], self.up[slot, :, :rank])
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self._filled.discard(slot)
+        if self.table is not None:
+            self.table.clear(slot)
+        else:
+            self.down[slot].zero_()
+            self.up[slot].zero_()
+
+    def warm(self) -> None:
+        """Compile a GPU's kernel."""
+        if self.table is None and gpu.serves(self.down.device):
+            from engine.backends.triton import adapters
+
+            adapters.warm(self.down, self.up)
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> Tensor:
         """out [T, out] with what the adapters of these slots [T] make of the rows x [T, in]; computed in float32.
@@ -62,13 +74,14 @@ class AdapterSlots:
         """
         count = len(x)
         x = F.pad(x.float(), (0, 0, 0, -count % _ROWS)).view(-1, _ROWS, self.inputs)
-        for slot, part in enumerate(self._parts):
-            if part is None:
-                continue
+        for slot in sorted(self._filled):
             rows = slots == slot
-            if rows.device.type == "cpu" and not bool(rows.any()):
-                continue
-            thin = torch.bmm(x, part.down.float().T.expand(len(x), -1, -1))
-            added = torch.bmm(thin, part.up.float().T.expand(len(x), -1, -1)).view(-1, self.outputs)[:count]
-            out = torch.where(rows[:, None], (out.float() + added).to(out.dtype), out)
+            if self.table is not None:
+                found = self.table.matrices(slot) if bool(rows.any()) else None
+            else:
+                found = self.down[slot].float(), self.up[slot].float()
+            if found is not None:
+                thin = torch.bmm(x, found[0].T.expand(len(x), -1, -1))
+                added = torch.bmm(thin, found[1].T.expand(len(x), -1, -1)).view(-1, self.outputs)[:count]
+                out = torch.where(rows[:, None], (out.float() + added).to(out.dtype), out)
         return out

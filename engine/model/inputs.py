@@ -65,7 +65,7 @@ class Inputs:
     @property
     def needs_torch(self) -> bool:
         """Something takes part for which no executor but torch's has kernels."""
-        return self.keeper is not None or self.adapters is not None
+        return self.keeper is not None
 
     @property
     def adapters(self) -> Tensor | None:
