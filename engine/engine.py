@@ -351,7 +351,7 @@ class Engine:
         """
         info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
         self._adapters.add(info)
-        logger.info("Loaded the adapter %s from %s (rank %d)", name, info.path, info.rank)
+        logger.info("Loaded the adapter %s from %s (%.1f MiB)", name, info.path, info.num_bytes / (1 << 20))
         return info
 
     def unload_adapter(self, name: str) -> None:

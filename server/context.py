@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from engine import EngineDeadError
+from engine import EngineDeadError, RequestFailedError
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server.answering.fair_slots import FairSlots
@@ -175,6 +175,13 @@ class Service:
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request means by its model; None: the base model."""
         return model if model in self.client.adapters else None
+
+    def failure(self, reason: str, adapter: str | None) -> Exception:
+        """The error of a request that has failed in the engine."""
+        if adapter is None or adapter in self.client.adapters:
+            return RequestFailedError(reason)
+        message = f"The adapter {shown(adapter)} was unloaded while the request ran."
+        return ApiError(404, message, param="model", code="model_not_found")
 
     def name_of(self, terms: Terms) -> str:
         """The model's name in the answer to a request: that of its adapter, if it has one."""

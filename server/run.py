@@ -63,9 +63,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
             check_storage(settings.rate_limit_storage)
         model_id = served_model_id(config.model, settings.served_model_name)
         if model_id in config.adapters:
-            raise ConfigError(
-                f"lora_modules has an adapter with the model's own name, {model_id}. Rename it."
-            )
+            raise ConfigError(f"lora_modules has an adapter with the model's own name, {model_id}. Rename it.")
         config = config.with_kv_topic(default_topic(model_id, None if settings.uds else settings.port, os.environ))
         serve_it = serve_alone
         if settings.api_server_count > 1:

@@ -28,7 +28,6 @@ from engine import (
     Pooled,
     PoolingParams,
     RequestDelta,
-    RequestFailedError,
     TokenInput,
     parse_bytes,
 )
@@ -308,7 +307,8 @@ class _Answers(Lane):
         elif item.pooled is None:
             late = item.error == "deadline"
             metrics.finished("abort" if late else "error")
-            self._fail(DeadlineError() if late else RequestFailedError(item.error or "the engine ended the request"))
+            reason = item.error or "the engine ended the request"
+            self._fail(DeadlineError() if late else self._service.failure(reason, self._terms.get("adapter")))
         elif (problem := self._too_much(run, item.pooled)) is not None:
             metrics.finished("error")
             self._fail(problem)

@@ -346,7 +346,7 @@ class TranscriptionRun:
                 if delta.error == "deadline":
                     raise DeadlineError
                 if delta.error is not None:
-                    raise RequestFailedError(delta.error)
+                    raise self.service.failure(delta.error, self.terms.adapter)
         raise RequestFailedError("the engine ended the request")
 
     async def _ask(self, features: Any, question: Question, *, counted: bool = True) -> ChoiceText:
@@ -363,7 +363,7 @@ class TranscriptionRun:
             async with aclosing(work) as deltas:
                 async for delta in deltas:
                     if delta.error is not None:
-                        raise RequestFailedError(delta.error)
+                        raise self.service.failure(delta.error, self.terms.adapter)
                     for choice in delta.choices:
                         news = ChoiceText(
                             index=0,
