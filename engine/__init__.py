@@ -29,6 +29,7 @@ from engine.interface.generation import (
     tokens_to_keep_free,
 )
 from engine.interface.kv_events import default_topic
+from engine.interface.llm_adapters import LoRARequest
 from engine.interface.outputs import (
     BeamMoves,
     ChoiceDelta,
@@ -132,6 +133,7 @@ __all__ = [
     "InvalidRequestError",
     "LabelScore",
     "LiveRequest",
+    "LoRARequest",
     "Logprob",
     "MaskedToken",
     "ModelFacts",

@@ -160,10 +160,13 @@ class Engine:
         )
         self.info = dataclasses.replace(self.info, catalogues=self._catalogues.infos)
         self._random = random.Random(config.seed)
-        self._adapters = AdapterRegistry(config.max_loras)
+        self._adapters = AdapterRegistry(config.most_loras)
         self._outputs: dict[str, RequestOutput] = {}
         self._crossed = False  # a request has been told of
         self._closed = False
+        for name, adapter in config.adapters.items():
+            self.load_adapter(name, adapter)
+        self.info = dataclasses.replace(self.info, adapters=tuple(self._adapters))
 
     @property
     def runner(self) -> ModelRunner:
@@ -348,7 +351,7 @@ class Engine:
         """
         info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
         self._adapters.add(info)
-        logger.info("Loaded the adapter %s from %s (rank %d)", name, info.path, info.rank)
+        logger.info("Loaded the adapter %s from %s (%.1f MiB)", name, info.path, info.num_bytes / (1 << 20))
         return info
 
     def unload_adapter(self, name: str) -> None:
@@ -409,6 +412,8 @@ class Engine:
         if self._publisher is not None:
             stats.num_kv_event_messages = self._publisher.num_messages
             stats.num_kv_event_drops = self._publisher.num_dropped
+        if any(True for _ in self._adapters):
+            stats.running_adapters, stats.waiting_adapters = self.scheduler.adapters_in_use()
         return stats
 
     def cache_map(self) -> CacheMap:

@@ -81,6 +81,9 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
     else:
         _log_decoder(info, model_id)
     logger.info("Endpoints: %s.", endpoints)
+    if info.max_loras:
+        names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
+        logger.info("Adapters: %s; at most %d, up to rank %d.", names, info.max_loras, info.max_lora_rank)
 
 
 def _log_encoder(info: EngineInfo, model_id: str) -> None:

@@ -12,6 +12,7 @@ from engine.errors import AdapterError
 from engine.interface.adapters import AdapterInfo
 from engine.model.adapters import Adapter, LowRank
 from engine.model.layers import Linear
+from engine.model.lora.reading import read_adapter
 from engine.model.transformer import Transformer
 
 _WHOLE = ("float32", "bfloat16", "amx_float32", "amx_bfloat16")  # kinds of weights that are not quantised
@@ -26,7 +27,7 @@ class LoadedAdapters:
     """
 
     def __init__(self, model: Transformer, max_loras: int, max_rank: int):
-        self._model, self._max_loras, self._max_rank = model, max_loras, max_rank
+        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
         self._filled: dict[int, list[Linear]] = {}
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
@@ -64,7 +65,10 @@ class LoadedAdapters:
             linear.adapters.clear(slot)
 
     def _read(self, name: str, path: str) -> Adapter:
-        raise AdapterError(f"adapter {name!r} cannot be read from {path}: files of adapters are not supported yet.")
+        try:
+            return read_adapter(name, path, self._model, self.max_rank)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
 
     def _check(self, adapter: Adapter) -> dict[str, Linear]:
         """The products that an adapter adds to, by their paths."""
@@ -91,7 +95,7 @@ class LoadedAdapters:
             if rank > linear.adapters.rank:
                 raise AdapterError(
                     f"adapter {adapter.name!r} has rank {rank} for {path}, but at most {linear.adapters.rank} are "
-                    f"allowed (max_lora_rank is {self._max_rank}). Raise --max-lora-rank."
+                    f"allowed (max_lora_rank is {self.max_rank}). Raise --max-lora-rank."
                 )
             if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
                 raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")

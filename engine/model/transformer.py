@@ -33,6 +33,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.stack import TransformerStack
+from engine.model.table import WeightTable
 
 
 class Transformer(nn.Module):
@@ -49,6 +50,7 @@ class Transformer(nn.Module):
     Attributes:
         rotary_shifts: (limit, shift) pairs, limits ascending: a sequence that reaches no more tokens than a limit reads
             rotary tables as many rows further on; those that exceed all, at their positions.
+        table: the names of the weights in the checkpoint that filled the model; None until then.
 
     Raises:
         UnsupportedModelError: a part is not implemented.
@@ -76,6 +78,7 @@ class Transformer(nn.Module):
             )
         place = Place(torch.device(device), dtype, filled_on)
         self.spec = model
+        self.table: WeightTable | None = None
         self.max_model_len = max_model_len
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)

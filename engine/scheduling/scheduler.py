@@ -148,6 +148,15 @@ class Scheduler:
         """All unfinished groups."""
         return iter(self._groups.values())
 
+    def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of running and of waiting requests' adapters."""
+        used = [(group, group.request.adapter.name) for group in self.groups() if group.request.adapter is not None]
+        running = set(self._running) if used else set()
+        return (
+            tuple(sorted({name for group, name in used if group in running})),
+            tuple(sorted({name for group, name in used if group not in running})),
+        )
+
     # ---------------------------------------------------------------- a step
 
     def schedule(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
