@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from support import reference
-from support.adapters import BART, LLAMA, make_adapter
+from support.adapters import BART, BERT, LLAMA, make_adapter
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, add, finish, make_engine, preempt_all, run, run_alone, tokens_of, watching
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.executors import use_torch
 from support.native import needs_native
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 
-from engine import Engine, InvalidRequestError, SamplingParams, Seq2SeqInput
+from engine import Engine, InvalidRequestError, PoolingParams, SamplingParams, Seq2SeqInput
 from engine.config import EngineConfig
 from engine.errors import AdapterError, ConfigError
 from engine.model.adapter_slots import AdapterSlots
@@ -229,6 +230,65 @@ def test_an_encoders_pages_belong_to_their_adapter(tmp_path: Path) -> None:
     assert engine.stats().num_encoder_runs == 3
     assert engine.stats().num_encoder_hits == 3
     engine.close()
+
+
+# ------------------------------------------------------------------ encoders, and heads of their own
+
+
+@pytest.mark.parametrize("own", ["nothing", "output", "dense and output"])
+def test_an_encoder_classifies_by_the_adapters_of_its_rows(tmp_path: Path, own: str) -> None:
+    checkpoint = make_encoder_checkpoint(ENCODER_SHAPES["bert-classes"], tmp_path)
+    engine = make_engine(tmp_path, max_loras=2)
+    models = [checkpoint.model]
+    for seed in range(2):
+        adapter, merged = make_adapter(checkpoint.model, BERT, seed)
+        replaced = {}
+        if own != "nothing":
+            torch.manual_seed(seed)
+            parts = {"output": merged.classifier}
+            if own == "dense and output":
+                parts["dense"] = merged.bert.pooler.dense
+            for name, linear in parts.items():
+                for path, parameter in linear.named_parameters():
+                    parameter.data.normal_()
+                    replaced[f"head.{name}.{path}"] = parameter.data.clone()
+        engine.load_adapter(str(seed), replace(adapter, replaced=replaced))
+        models.append(merged)
+    inputs = [random_prompt(checkpoint.shape.vocab, number, 5 + number) for number in range(6)]
+    for number, ids in enumerate(inputs):
+        params = PoolingParams(task="classify", use_activation=False)
+        engine.add_request(str(number), ids, params, adapter=[None, "0", "1"][number % 3])
+    with watching(engine) as plans:
+        outputs = finish(engine)
+    assert len(plans) == 1
+    for number, ids in enumerate(inputs):
+        with torch.no_grad():
+            expected = models[number % 3](torch.tensor([ids])).logits[0]
+        pooled = outputs[str(number)].pooled
+        assert pooled is not None
+        torch.testing.assert_close(torch.tensor(pooled.values()[0]), expected, atol=1e-4, rtol=0, check_dtype=False)
+    engine.close()
+
+
+def test_a_head_that_cannot_be_replaced_is_refused(subject: Subject, engine: Engine, tmp_path: Path) -> None:
+    engine.unload_adapter(NAMES[7])
+    with pytest.raises(AdapterError, match=r"replaces head.weight; only heads that classify or find answers can be"):
+        engine.load_adapter("head", replace(subject.adapters[7], replaced={"head.weight": torch.ones(307, 32)}))
+    engine.load_adapter(NAMES[7], subject.adapters[7])
+    make_encoder_checkpoint(ENCODER_SHAPES["bert-classes"], tmp_path)
+    encoder, weight = make_engine(tmp_path, max_loras=1), torch.ones(5, 32)
+    for replaced, message in [
+        ({"head.output.weight": weight}, "lacks or cannot replace head.output.bias"),
+        ({"head.other.weight": weight}, "lacks or cannot replace head.other.weight"),
+        ({"encoder.final_norm.weight": weight}, "replaces encoder.final_norm.weight, which is no part of the head"),
+        (
+            {"head.output.weight": weight[1:], "head.output.bias": weight[:, 0]},
+            r"head.output.weight has the shape \[4, 32\], but the model's has \[5, 32\]",
+        ),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            encoder.load_adapter("bad", Adapter(name="", path="", digest=b"", products={}, replaced=replaced))
+    encoder.close()
 
 
 # ------------------------------------------------------------------ loading, unloading, refusing

@@ -15,6 +15,7 @@ from support.driving import Job, add, finish, make_engine, run, run_alone, token
 from support.gpu import check_compiled, compile_variants, kernels
 
 from engine import SamplingParams
+from engine.backends.native.memory import Arena
 from engine.backends.triton import adapters
 from engine.backends.triton.executor import TritonExecutor
 from engine.execution.recording import eager
@@ -34,8 +35,8 @@ def test_the_kernel_adds_what_torch_adds(dtype: torch.dtype, inputs: int, output
 
     with kernels() as device:
         made = AdapterSlots(inputs, outputs, 4, rank, dtype, device)
-        made.put(1, LowRank(random(rank, inputs, gain=0.1), random(outputs, rank)))
-        made.put(3, LowRank(random(1, inputs, gain=0.1), random(outputs, 1)))
+        made.put(1, LowRank(random(rank, inputs, gain=0.1), random(outputs, rank)), Arena())
+        made.put(3, LowRank(random(1, inputs, gain=0.1), random(outputs, 1)), Arena())
         slots = torch.tensor([0, 3, 3, 1, 1, 0, 2, *[1] * 20, 3], device=device)
         wide = torch.full((len(slots), inputs + 5), torch.nan, dtype=dtype, device=device)
         x = wide[:, :inputs]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.backends.native import gemm
 from engine.backends.native.adapters import AdapterTable, find_runs
+from engine.backends.native.memory import Arena
 from engine.backends.native.program import Program
 
 pytestmark = needs_native
@@ -34,7 +35,7 @@ def matrices() -> list[tuple[Tensor, Tensor]]:
 def table() -> AdapterTable:
     made = AdapterTable(6, INPUTS, OUTPUTS, RANK)
     for slot, (down, up) in enumerate(matrices(), start=1):
-        made.put(slot, down, up)
+        made.put(slot, down, up, Arena())
     return made
 
 

@@ -16,6 +16,7 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine.backends.native.attention import NativeAttention
+from engine.backends.native.memory import Arena
 from engine.model.adapters import LowRank
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
 from engine.model.inputs import Inputs
@@ -61,7 +62,7 @@ def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, packed
         assert linear.adapters is not None
         down = torch.randn(RANK, linear.inputs, generator=generator)
         up = 0.1 * torch.randn(linear.outputs, RANK, generator=generator)
-        linear.adapters.put(2, LowRank(down, up))
+        linear.adapters.put(2, LowRank(down, up), Arena())
         other.weight.data += up @ down
     assert len(products) == 4 * len(model.spec.trunk.blocks)
     found = answers(model, slots)

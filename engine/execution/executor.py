@@ -85,10 +85,13 @@ class LocalExecutor:
         self.runner.cache.copy_pages(copies)
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        return self.runner.adapters.load(name, source, slot)
+        info = self.runner.adapters.load(name, source, slot)
+        self.runner.kind.use_head(slot, self.runner.adapters.heads.get(slot))
+        return info
 
     def unload_adapter(self, slot: int) -> None:
         self.runner.adapters.unload(slot)
+        self.runner.kind.use_head(slot, None)
 
     def trial(self) -> None:
         trial(self.runner)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.backends import triton as gpu
 from engine.backends.native.adapters import AdapterTable
+from engine.backends.native.memory import Arena
 from engine.model.adapters import LowRank
 
 _ROWS = 16  # of each product that torch computes
@@ -41,11 +42,11 @@ class AdapterSlots:
             self.down = torch.zeros(1 + slots, rank, inputs, dtype=dtype, device=device)
             self.up = torch.zeros(1 + slots, outputs, rank, dtype=dtype, device=device)
 
-    def put(self, slot: int, part: LowRank) -> None:
-        """Fill an empty slot."""
+    def put(self, slot: int, part: LowRank, arena: Arena) -> None:
+        """Fill an empty slot; a CPU keeps an adapter's numbers in its arena."""
         self._filled.add(slot)
         if self.table is not None:
-            self.table.put(slot, part.down, part.up)
+            self.table.put(slot, part.down, part.up, arena)
         else:
             rank = len(part.down)
             self.down[slot, :rank].copy_(part.down)

@@ -298,17 +298,18 @@ class Transformer(nn.Module):
         """
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
-    def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
+    def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None) -> Tensor:
         """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: the
-        form in which a GPU computes one row."""
-        assert self.head is not None
+        form in which a GPU computes one row; `head`: another than the model's, of an adapter."""
+        head = head or self.head
+        assert head is not None
         part = self.spec.head
         if not isinstance(part, spec.Lm):
-            scores: Tensor = self.head(hidden)
+            scores: Tensor = head(hidden)
             return scores
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
-        logits = self.head.in_float32(hidden, form) if isinstance(self.head, Linear) else self.head(hidden)
+        logits = head.in_float32(hidden, form) if isinstance(head, Linear) else head(hidden)
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:

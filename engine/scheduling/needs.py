@@ -57,6 +57,11 @@ def adapter_sides(request: Request) -> dict[str, Values]:
     return {} if request.adapter is None else {"adapter_slots": np.array([request.adapter.slot], dtype=np.int32)}
 
 
+def adapters_of(sides: Sides) -> Values | None:
+    """[tokens] the slots of tokens' adapters; None where none has one."""
+    return sides.get("adapter_slots")
+
+
 def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
     """Hash before an encoder's input: what changes its keys and values besides the input."""
     root = hasher.root(request.cache_salt)

@@ -37,11 +37,11 @@ BART = {
 }
 BERT = {
     "encoder.blocks.{}.attention.inner.qkv": [
-        f"encoder.layer.{{}}.attention.self.{name}" for name in ("query", "key", "value")
+        f"bert.encoder.layer.{{}}.attention.self.{name}" for name in ("query", "key", "value")
     ],
-    "encoder.blocks.{}.attention.inner.out": ["encoder.layer.{}.attention.output.dense"],
-    "encoder.blocks.{}.ffn.inner.up": ["encoder.layer.{}.intermediate.dense"],
-    "encoder.blocks.{}.ffn.inner.down": ["encoder.layer.{}.output.dense"],
+    "encoder.blocks.{}.attention.inner.out": ["bert.encoder.layer.{}.attention.output.dense"],
+    "encoder.blocks.{}.ffn.inner.up": ["bert.encoder.layer.{}.intermediate.dense"],
+    "encoder.blocks.{}.ffn.inner.down": ["bert.encoder.layer.{}.output.dense"],
 }
 
 

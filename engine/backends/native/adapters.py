@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends.native.memory import Arena
 from engine.backends.native.structures import structure
 
 _PANEL = 64  # outputs side by side, of src/adapters.h
@@ -56,11 +57,17 @@ class AdapterTable:
         self._slots = (_Slot * slots)()
         self.address = ctypes.addressof(self._slots)
 
-    def put(self, slot: int, down: Tensor, up: Tensor) -> None:
-        """Fill a slot with down [rank, in] and up [out, rank], between steps."""
+    def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
+        """Fill a slot with down [rank, in] and up [out, rank], between steps.
+
+        Args:
+            arena: of the adapter, whose products are put in the order in which steps read them.
+        """
+        blocks = list(_blocks(up))
+        downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
+        ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
         parts = [
-            _Part(_kept(down[ranks]), _kept(_panels(up[first:end, ranks])), first, end - first)
-            for ranks, first, end in _blocks(up)
+            _Part(*matrices, first, end - first) for *matrices, (_, first, end) in zip(downs, ups, blocks, strict=True)
         ]
         made = (_LowRank * len(parts))(*(part.structure() for part in parts))
         self._parts[slot], self._kept[slot] = parts, made
@@ -121,9 +128,11 @@ def _panels(up: Tensor) -> Tensor:
     return F.pad(up, (0, 0, 0, -len(up) % _PANEL)).view(-1, _PANEL, up.shape[1]).permute(0, 2, 1)
 
 
-def _kept(values: Tensor) -> Tensor:
+def _kept(values: Tensor, arena: Arena) -> Tensor:
     """A copy in the smallest format that holds the values."""
     small = values.to(torch.bfloat16)
     if torch.equal(small.float(), values.float()):
-        return small.contiguous().clone()
-    return values.float().contiguous().clone()
+        values = small
+    else:
+        values = values.float()
+    return arena.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
