@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.driving import BOTH_DEPTHS, Job, add, finish
 from support.jobs import MIXED, greedy, prompt
+from support.native import needs_native
 from test_drafts import JOBS, check_same
 
 from engine import ConfigError, Engine, EngineConfig, RequestOutput
@@ -20,6 +21,7 @@ from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.ngram import LONGEST, MOST_CANDIDATES, NGRAM, Drafting, NgramIndex
 
 NGRAMS = '{"method": "ngram"}'
+CIRCLES = greedy(200, allowed_token_ids=[7, 8], logprobs=1)
 
 
 def naive(tokens: list[int]) -> tuple[int, int]:
@@ -127,9 +129,23 @@ def test_no_answer_differs(settings: dict[str, Any], engines: Callable[..., Engi
         assert one.stats().num_preemptions > 0
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_are_the_same_bits(dtype: str, engines: Callable[..., Engine]) -> None:
+    """With our own kernels, a token's numbers do not depend on the tokens that are computed beside it."""
+    pattern = prompt(6, 7)
+    jobs = [Job([*pattern, *pattern, *pattern[:2]], greedy(40, logprobs=3)), Job(prompt(1, 9), CIRCLES)]
+    plain, one = engines(dtype=dtype), engines(dtype=dtype, speculative_config="ngram")
+    one.scheduler.draft_costs = None
+    for found, wanted in zip(outputs(one, jobs), outputs(plain, jobs), strict=True):
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
+    assert one.stats().num_accepted_draft_tokens > 20
+
+
 def test_an_answer_that_repeats_itself_takes_fewer_steps(engines: Callable[..., Engine]) -> None:
     """With two tokens to choose from, a random model runs in circles."""
-    job = Job(prompt(1, 9), greedy(200, allowed_token_ids=[7, 8]))
+    job = Job(prompt(1, 9), CIRCLES)
     plain, one = engines(), engines(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     (expected,) = outputs(plain, [job])
     one.scheduler.draft_costs = None
