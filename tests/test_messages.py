@@ -42,6 +42,7 @@ from engine.process.messages import (
     Dismiss,
     Failed,
     Join,
+    Loading,
     News,
     Ready,
     Signal,
@@ -316,6 +317,8 @@ def test_the_lifeline() -> None:
     with ours, theirs:
         send_framed(ours, start)
         assert receive_start(theirs) == start
+        send_framed(theirs, Loading(42))
+        assert receive_reply(ours) == Loading(42)
         send_framed(theirs, Ready(info, EngineStats()))
         assert receive_reply(ours) == Ready(info, EngineStats())
         theirs.sendall(b"\x00\x00\x00\x09half")
