@@ -74,6 +74,7 @@ EVERYTHING = SamplingParams(
 
 # What cannot be asked for together with all that.
 APART = {
+    "spaces_between_special_tokens": SamplingParams(spaces_between_special_tokens=False),
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
     "reasoning_budget": SamplingParams(
         reasoning_budget=ReasoningBudget(tokens=5, open=(3, 4), close=6, last_words=(1, 2), begun=True)
