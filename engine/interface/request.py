@@ -172,7 +172,8 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate (default: the model's own, else 16).
         min_tokens: ban EOS and stop tokens until this many tokens were generated (0).
-        temperature: softmax temperature; 0 means greedy (1.0, or 0 if the model's `generation_config.json` has
+        temperature: softmax temperature; 0 means greedy. If it is set, the filters that a GGUF file gets from llama.cpp
+            are off (1.0, or 0 if the model's `generation_config.json` has
             `do_sample: false`).
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose total probability reaches top_p (1.0).

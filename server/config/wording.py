@@ -21,16 +21,29 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+_NEAR = 0.7  # likeness from which a name is suggested
+_SHORTENED = 0.95
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "; did you mean NEAR?" if something known is near, else nothing.
 
-    Nearest is what has the same words and perhaps more (max-length: max-model-len), else the most similar text.
+    The nearest name has the same words and perhaps more (max-length: max-model-len). Otherwise it is the most similar
+    text, or begins with the most similar text (tempp: temperature).
     """
     plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
     name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
     pool = [other for other in plain if _has_words(other, name)] or list(plain)
-    near = difflib.get_close_matches(name, pool, n=1, cutoff=0.6 if len(pool) == len(plain) else 0.0)
-    return f"; did you mean {plain[near[0]]}?" if near else ""
+    near = max(pool, key=lambda other: _likeness(name, other), default="")
+    is_near = near and (len(pool) < len(plain) or _likeness(name, near) >= _NEAR)
+    return f"; did you mean {plain[near]}?" if is_near else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1. A shortened name counts a little less than a whole one."""
+    whole = difflib.SequenceMatcher(None, name, other).ratio()
+    begun = difflib.SequenceMatcher(None, name, other[: len(name)]).ratio() if name[:1] == other[:1] else 0.0
+    return max(whole, _SHORTENED * begun)
 
 
 def _has_words(name: str, wanted: str) -> bool:
