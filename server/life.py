@@ -58,7 +58,8 @@ def load(
     """
     if note := _DEMO_NOTES.get(Path(config.model)):
         logger.info("This is the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
-    logger.info("Loading %s.", config.model)
+    is_here = Path(config.model).expanduser().exists()
+    logger.info("Loading %s%s.", config.model, "" if is_here else " from the Hugging Face hub or its local cache")
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
     return ProcessEngineClient(config, policy, log_format, meanwhile, known=known, tell=tell)
 
