@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The sentences of a class's `Attributes:` section, by field name."""
-    text = (cls.__doc__ or "").partition("Attributes:")[2]
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 has cleaned it already
     docs: dict[str, str] = {}
-    for names, sentence in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", text, re.MULTILINE):
+    for names, sentence in re.findall(r"^ {4}(\w[\w, ]*): (.+(?:\n {8}.+)*)", text, re.MULTILINE):
         for name in names.split(", "):
             docs[name] = re.sub(r"\s+", " ", sentence)
     return docs
