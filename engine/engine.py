@@ -145,6 +145,7 @@ class Engine:
             default_num_beams=int(values.get("num_beams", 1)),
             default_max_length=values.get("max_length"),
             decoding=plain_defaults(self.defaults) if "generate" in info.tasks else {},
+            given_up_for_temperature=tuple(name for name in self.defaults.fallback if name != "temperature"),
             speech=self.defaults.speech if info.max_encoder_len is not None else None,
         )
         if self.info.speech is not None and self.info.speech.alignment is not None:
