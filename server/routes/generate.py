@@ -17,8 +17,11 @@ from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
 from server.answering.endpoints import require
 from server.answering.events import Chunks, Extra
+from server.answering.message_events import MessageRun
+from server.answering.message_input import NAMES
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
+from server.answering.public_names import public_names
 from server.answering.terms import read_terms
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
@@ -31,11 +34,14 @@ from server.api.generate_schemas import (
     TokenLogprobContent,
     TokenLogprobs,
 )
+from server.api.message_schemas import MessageRequest
 from server.api.parameters import shape_of
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import CompletionChoice, CompletionRequest, GenerationBody, Usage
 from server.context import Service, ServiceDep
+from server.door.message_errors import MESSAGES_PATH
 from server.errors import ERROR_RESPONSES, ApiError
+from server.routes import messages
 from server.routes.chat import ChatRun
 from server.routes.completions import CompletionRun
 
@@ -76,8 +82,21 @@ async def render_chat(
     return made
 
 
+@rendering.post(f"{MESSAGES_PATH}/render", responses=messages.ERRORS, summary="Render Anthropic's messages")
+async def render_message(
+    body: Annotated[MessageRequest, Body(openapi_examples=examples.MESSAGES)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+) -> RenderedRequest:
+    """Return a request body for /inference/v1/generate."""
+    with public_names(NAMES):
+        (made,) = await _rendered(messages.run_of(body, service, time.monotonic()), "msg_", request, response)
+    return made
+
+
 async def _rendered(
-    run: CompletionRun | ChatRun, prefix: str, request: Request, response: Response
+    run: CompletionRun | ChatRun | MessageRun, prefix: str, request: Request, response: Response
 ) -> list[RenderedRequest]:
     body, service = run.body, run.service
     if run.shape.params.n > run.shape.n:

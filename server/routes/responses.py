@@ -76,6 +76,16 @@ async def count_input_tokens(
         return InputTokens(input_tokens=len((await render_chat(service, chat)).token_ids))
 
 
+@stored.post(f"{_ENDPOINT}/compact", include_in_schema=False)
+async def compact() -> None:
+    """Refuse compaction, which POST to /v1/responses/{response_id} would refuse as a wrong method."""
+    message = (
+        "This server does not compact conversations. Ask the model for a summary, or send truncation: auto with "
+        "/v1/responses."
+    )
+    raise ApiError(404, message, code="unsupported_endpoint")
+
+
 async def _read(
     body: ResponseRequest, request: Request, service: Service, ignored: Ignored
 ) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
