@@ -64,6 +64,10 @@ CPU_STEP_TIME = 0.25
 # Threads that fill masks of grammars.
 MOST_MASK_THREADS = 8
 
+# Bytes that the preparation of grammars takes for each token of a vocabulary (its tokenizer, llguidance's trees), and
+# bytes that it may always take.
+GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
+
 # Tokens that a step of whole inputs may always hold: no stream waits for one, and fewer waste a busy machine's time.
 WHOLE_STEP = 64.0
 
@@ -277,6 +281,12 @@ class Engine:
     def warm_grammars(self) -> None:
         """Prepare in a thread what all grammars need, unless that is done."""
         self._grammars.warm()
+
+    @property
+    def warms_grammars(self) -> bool:
+        """Grammars are prepared at the start: the model generates text, and the memory is small beside its weights."""
+        most = max(LITTLE_MEMORY, self.executor.facts.weights // 4)
+        return "generate" in self.info.tasks and self.info.vocab_size * GRAMMAR_BYTES <= most
 
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
