@@ -1,8 +1,8 @@
 """Train a LoRA adapter for the bundled chat model with PEFT, in about a minute on a CPU: it learns some capitals.
 
-    pip install peft
-    python examples/training/adapter.py capitals
-    octavo serve --demo chat --lora-modules capitals=capitals
+pip install peft
+python examples/training/adapter.py capitals
+octavo serve --demo chat --lora-modules capitals=capitals
 """
 
 from __future__ import annotations
