@@ -40,6 +40,7 @@ LAYERS = {
     "engine.pooled": 6,
     "engine.text.processor": 6,
     "engine.interface.llm": 7,
+    "engine.interface.llm_adapters": 7,
     "engine.interface.llm_arguments": 7,
     "engine.interface.llm_beams": 7,
     "engine.interface.llm_chat": 7,
@@ -189,15 +190,18 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.process.known",
         "engine.host.children",
         "engine.host.gpus",
+        "engine.host.loading",
         "engine.host.logs",
         "engine.host.resident",
         "engine.images",
         "engine.pooled",
         "engine.pooled.vectors",
         "engine.text.conversations",
+        "engine.text.fitting",
         "engine.text.grammar_tokens",
         "engine.text.grammars",
         "engine.text.processor",
+        "engine.text.writing",
     }
 
 

@@ -32,6 +32,7 @@ from engine import (
     TokenInput,
     UnsupportedModelError,
 )
+from engine.interface.adapters import AdapterInfo
 from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
 from engine.interface.reasoning import ReasoningBudget
 from engine.interface.structured import StructuredOutputsParams
@@ -42,6 +43,7 @@ from engine.process.messages import (
     Dismiss,
     Failed,
     Join,
+    Loading,
     News,
     Ready,
     Signal,
@@ -73,6 +75,7 @@ EVERYTHING = SamplingParams(
 
 # What cannot be asked for together with all that.
 APART = {
+    "spaces_between_special_tokens": SamplingParams(spaces_between_special_tokens=False),
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
     "reasoning_budget": SamplingParams(
         reasoning_budget=ReasoningBudget(tokens=5, open=(3, 4), close=6, last_words=(1, 2), begun=True)
@@ -250,9 +253,13 @@ def test_news() -> None:
         RequestDelta(request_id="late", choices=[], finished=True, error="deadline"),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
-    stats = EngineStats(**{f.name: type(f.default)(i) for i, f in enumerate(dataclasses.fields(EngineStats))})  # type: ignore
-    news = decode_news(encode(News(deltas, failed, stats, 12)))
-    assert news == News(deltas, failed, stats, 12)
+    numbers = [f for f in dataclasses.fields(EngineStats) if not isinstance(f.default, tuple)]
+    stats = EngineStats(**{f.name: type(f.default)(i) for i, f in enumerate(numbers)})  # type: ignore
+    stats.running_adapters, stats.waiting_adapters = ("a",), ("b", "c")
+    adapter = AdapterInfo(name="a", path="p", rank=4, digest=b"\0\xff", num_bytes=5, slot=1)
+    sent = News(deltas, failed, stats, 12, adapters=[adapter])
+    news = decode_news(encode(sent))
+    assert news == sent
     assert (news.deltas[1].scheduled_time, news.deltas[1].first_token_time) == (0.125, 1e9 + 0.1)
     vector, masks = news.deltas[2].pooled, news.deltas[3].pooled
     assert vector is not None
@@ -316,6 +323,8 @@ def test_the_lifeline() -> None:
     with ours, theirs:
         send_framed(ours, start)
         assert receive_start(theirs) == start
+        send_framed(theirs, Loading(42))
+        assert receive_reply(ours) == Loading(42)
         send_framed(theirs, Ready(info, EngineStats()))
         assert receive_reply(ours) == Ready(info, EngineStats())
         theirs.sendall(b"\x00\x00\x00\x09half")
@@ -328,6 +337,7 @@ class FaultyEngine:
 
     def __init__(self) -> None:
         self.running: list[str] = []
+        self.adapters: dict[str, AdapterInfo] = {}
         self.steps = 0
 
     def add_request(self, request_id: str, *arguments: Any, **terms: Any) -> None:

@@ -26,7 +26,6 @@ _HARMLESS: dict[str, tuple[Any, str]] = {
     "fully_sharded_loras": (_OFF, "a model runs on one device"),
     "max_cpu_loras": (_ANY, ""),
     "lora_dtype": (("auto", None), "adapters are computed in float32"),
-    "speculative_config": (_OFF, "speculative decoding is not supported"),
     "hf_overrides": ((None, {}), "the checkpoint's config is used as it is"),
     "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used as it is"),
     "limit_mm_per_prompt": ((None, {}), "prompts hold no images"),

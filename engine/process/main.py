@@ -26,6 +26,7 @@ import zmq
 from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.children import leave_signals_to_parent, take_standard_input
+from engine.host.loading import LOADING
 from engine.host.logs import adopt_libraries, configure
 from engine.host.resident import give_back, give_back_code
 from engine.interface.outputs import EngineStats, RequestDelta
@@ -39,6 +40,7 @@ from engine.process.messages import (
     Join,
     Known,
     LoadAdapter,
+    Loading,
     Look,
     News,
     Ready,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from engine.interface.cache_map import CacheMap
 
 logger = logging.getLogger("octavo.process")
+
+WARM_AFTER = 1.0  # seconds after the start: the first requests come first
 
 
 def main() -> int:
@@ -115,7 +119,9 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     if start.log_format is not None:
         adopt_libraries()
     give_back_code()  # what imports touched, before weights are read
+    LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
+    LOADING.listener = None
     for name, path in start.adapters.items():
         try:
             engine.load_adapter(name, path)
@@ -134,6 +140,10 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
         send_framed(line, Ready(engine.info, engine.stats()))
         give_back()
         give_back_code()
+        if engine.warms_grammars:
+            warming = threading.Timer(WARM_AFTER, engine.warm_grammars)
+            warming.daemon = True
+            warming.start()
         Loop(engine, channel).run()
 
 

@@ -369,7 +369,7 @@ class SettingsBase(ServerSettings, BaseSettings):
         texts = (json.dumps(item) if isinstance(item, dict) else item for item in value)
         return [part for item in texts for part in (_modules(item) if isinstance(item, str) else [item])]
 
-    @check_field("kv_events_config", mode="before", check_fields=False)
+    @check_field("kv_events_config", "speculative_config", mode="before", check_fields=False)
     @classmethod
     def _write_json(cls, value: Any) -> Any:
         return json.dumps(value) if isinstance(value, dict) else value

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
-from engine.config import ADAPTER_NAME
-from engine.errors import AdapterError
+from engine import ADAPTER_NAME, AdapterError
 from server.api.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep

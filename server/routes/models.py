@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
-from engine import EngineInfo
-from engine.interface.adapters import AdapterInfo
+from engine import AdapterInfo, EngineInfo
 from server.answering.endpoints import served_endpoints
 from server.api.message_schemas import MessageError, MessageModel, MessageModelList
 from server.api.schemas import ModelCard, ModelList
@@ -41,6 +40,7 @@ def _card(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
         endpoints=served,
         inputs=_inputs(info),
         decoding=info.decoding or None,
+        given_up_for_temperature=list(info.given_up_for_temperature) or None,
         embedding_size=info.embedding_size or None,
         labels=list(info.labels) or None,
         catalogues={found.name: found.titles for found in info.catalogues} or None,
