@@ -73,7 +73,7 @@ class Runs(Protocol):
     """Calls in the store's thread."""
 
     async def __call__(self, work: Callable[..., T], *args: Any) -> T:
-        """What the work returns."""
+        """The result of the work."""
 
 
 class Conversations:
@@ -85,7 +85,7 @@ class Conversations:
         transaction: around changes.
         now: seconds since 1970.
         oldest: those that were last used before that are too old.
-        make_room: ends a change: others go if there is no room. It is given the id of what stays.
+        make_room: ends a change: others go if there is no room. It gets the id of the item that stays.
         overwrite: called after a deletion, so that nothing is left of the text.
     """
 

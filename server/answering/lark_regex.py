@@ -41,7 +41,7 @@ Token = tuple[str, str]  # its kind and text
 
 
 def lark_to_regex(grammar: str) -> str:
-    """The expression that matches what the grammar's `start` does.
+    """The expression that matches the same texts as the grammar's rule `start`.
 
     Raises:
         ValueError: says what of the grammar no expression, or this module, can say.
