@@ -199,7 +199,7 @@ def compile_head(
 
 
 class Builder:
-    """Operations as they are added. What a sublayer gives joins the stream together with the next norm of it."""
+    """Operations as they are added. A sublayer's result joins the stream in one operation with the next norm."""
 
     def __init__(self, hidden_size: int, paged: bool):
         self.operations: list[Operation] = []
@@ -464,7 +464,7 @@ class Builder:
         return self._reduced(module.down, hidden, name)
 
     def product(self, linear: Linear, x: Rows, name: str) -> Rows:
-        """The product, with what adapters add."""
+        """The product plus the terms of adapters."""
         out = self.rows(name, linear.outputs)
         self.add(Multiply(linear, x, out))
         self.add(AddAdapters(linear, x, out))

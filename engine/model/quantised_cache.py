@@ -238,8 +238,8 @@ class Cache:
                     path.unlink()
 
     def _tidy(self) -> None:
-        """Remove entries that were not used for long, whose checkpoint has changed or is gone, and what processes
-        that were killed have left."""
+        """Remove entries that were not used for long, entries whose checkpoint has changed or is gone, and files of
+        killed processes."""
         now = time.time()
         for path in kept_files(self.folder):
             with contextlib.suppress(OSError):

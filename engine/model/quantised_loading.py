@@ -288,7 +288,7 @@ class MatrixLoading:
         return made
 
     def report(self) -> None:
-        """Say what was done."""
+        """Log a summary."""
         what = "Packed weights" if self._shared else f"Quantized weights ({self._kind})"
         if self._count and not self._shared:
             logger.debug("%s of %d matrices are used as they are stored", what, self._count)

@@ -328,7 +328,8 @@ def _draft(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(root: Path, draft: Path, own: Path) -> None:
-    """All that belongs to a checkpoint, in the same places, but what is written anew: config and weights in `own`."""
+    """All files of a checkpoint, in the same places, except those that are written anew: config and weights in
+    `own`."""
     for place, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(place) / name for name in names):

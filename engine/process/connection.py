@@ -172,7 +172,7 @@ class ConnectedClient(EngineClient):
                 self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
 
     def _deliver_some(self) -> bool:
-        """Deliver what has come by now; whether there was anything."""
+        """Deliver the news that has arrived. Returns whether there was any."""
         received: list[bytes] = []
         with contextlib.suppress(zmq.Again):
             while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:

@@ -350,7 +350,7 @@ class Tokenizer:
         return {token: self.written(token) for token in sorted(self._special)}
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | WordDetokenizer:
-        """A detokenizer for one answer to that prompt; it is to be given visible ids only."""
+        """A detokenizer for one answer to that prompt. Give it only visible ids."""
         if _writes_words(self._hf):
             return WordDetokenizer(self._decode, self.visible(prompt_token_ids, skip_special_tokens=True))
         tail: list[int] = []

@@ -137,12 +137,12 @@ class Attention:
 
     @property
     def content_bias(self) -> bool:
-        """Whether the scores have terms of what stands at a distance."""
+        """Whether the scores have terms that depend on the distance."""
         return isinstance(self.position, Disentangled)
 
     @property
     def query_bias(self) -> bool:
-        """Whether each query brings what is added to its scores."""
+        """Whether each query brings terms for its scores."""
         return isinstance(self.position, QueryBuckets)
 
 

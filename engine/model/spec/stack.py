@@ -24,8 +24,8 @@ class Repeated:
 @dataclass(frozen=True, slots=True)
 class PredictingStream:
     """Beside each token of a decoder goes a vector that stands for the next one: it begins as that one's position and a
-    learned vector, and passes through the same layers. In self-attention it sees what its token sees, and itself; no
-    other sees it, so that pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063, 3.2).
+    learned vector, and passes through the same layers. In self-attention it sees the same tokens as its token, and
+    itself. No other token sees it, so pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063, 3.2).
 
     Attributes:
         vectors: learned ones, one for each stream of the training. Those after the first predict later tokens, and
