@@ -77,7 +77,7 @@ class Runs(Protocol):
 
 
 class Conversations:
-    """Conversations by id, those of each tenant apart. Where one is not there, or too old, the answer is None.
+    """Conversations by id, those of each tenant apart. If a conversation is missing or too old, the result is None.
 
     Args:
         database: of the store.

@@ -511,8 +511,8 @@ class ResponseStore:
         return found
 
     def _overwrite(self) -> None:
-        """Carry the log over into the file and empty it: both hold deleted text until then. Where another process is
-        in the way for long, the next purge tries again."""
+        """Carry the log over into the file and empty it: both hold deleted text until then. If another process blocks
+        it for long, the next purge tries again."""
         self._has_remains = True
         busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._has_remains = bool(busy)

@@ -4,7 +4,7 @@ more.
 
 `server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. The
 handler of that signal needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
-to stderr and hands over to libc's `_exit`. That works for a container's first process, too, which signals without a
+to stderr and hands over to libc's `_exit`. That also works for a container's first process, which signals without a
 handler do not end.
 """
 

@@ -207,10 +207,10 @@ class PoolingMethods:
         """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
 
         A model with one class reads both texts together (a cross-encoder), and its score is its number after the
-        activation that its config names. Of a model that embeds, it is the cosine of the two vectors, of one that has
-        vectors of tokens for this (ColBERT) MaxSim, of one that has sparse vectors alone (SPLADE) their product; each
-        distinct text is embedded once, with the model's default prompt, if it has one, or with the model's markers of
-        queries and documents.
+        activation that its config names. For a model that embeds, the score is the cosine of the two vectors. For a
+        model with a vector for each token (ColBERT), it is MaxSim. For a model with sparse vectors alone (SPLADE), it
+        is their product. Each distinct text is embedded once, with the model's default prompt, if it has one, or with
+        its markers of queries and documents.
 
         Args:
             text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.

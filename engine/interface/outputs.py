@@ -70,7 +70,7 @@ class ChoiceDelta:
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
     """The decoder's input in a model that classifies its encoder's input: one token, then the input itself up to its
-    last `end`. The state before that `end` is classified (BART, arXiv:1910.13461, 3.1).
+    last `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
 
     Attributes:
         start: the first token; None: the input's last one.
@@ -193,9 +193,9 @@ class CompletionOutput:
 class RequestOutput:
     """A request's answers so far; `finished` when they are complete.
 
-    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. Of a request with
-    `PoolingParams`, `pooled` is the answer, and `outputs` is empty; where it ended without an answer, `error` says
-    why (as in `RequestDelta`).
+    For an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. For a request with `PoolingParams`,
+    `pooled` is the answer, and `outputs` is empty. If the request ended without an answer, `error` gives the reason (as
+    in `RequestDelta`).
     """
 
     request_id: str

@@ -1,9 +1,9 @@
 """The computation of a stack, as a flat list of operations on rows of features.
 
-The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
-list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
-library (`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). What an executor
-has no kernel for it leaves to torch, operation by operation.
+The modules of a stack hold its weights; `compile_stack` walks them once and writes the list of operations. An executor
+runs the list: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's library
+(`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). An executor leaves
+operations without a kernel to torch, one by one.
 """
 
 from __future__ import annotations

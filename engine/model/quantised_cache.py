@@ -295,7 +295,7 @@ class Entry:
 class Writer:
     """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
 
-    Where the system can do that it has no name until it is complete, and is gone when the process is killed.
+    If the system can do that, the file has no name until it is complete, and is gone when the process is killed.
 
     Raises:
         OSError: it cannot be written.

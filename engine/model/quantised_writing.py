@@ -1,8 +1,9 @@
 """A checkpoint written anew with quantised matrices, in a format that other servers read as well.
 
 compressed-tensors' `pack-quantized` holds int8 and int4 with scales of bfloat16, in groups that are not rotated and
-without minima, its `int-quantized` holds int8-fast exactly as it is made at load. What is served of the new folder are
-these numbers. A matrix that the format has no place for stays as it is, and is made smaller when the folder is loaded.
+without minima, its `int-quantized` holds int8-fast exactly as it is made at load. A server of the new folder computes
+with these numbers. A matrix that the format has no place for stays as it is, and is made smaller when the folder is
+loaded.
 """
 
 from __future__ import annotations

@@ -261,8 +261,8 @@ class Transformer(nn.Module):
         return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(self, inputs: Inputs) -> Tensor:
-        """The encoder's hidden states [Tp, features] of whole inputs. Where a decoder attends to them, its layers' keys
-        and values of them are stored in the pages of `inputs`."""
+        """The encoder's hidden states [Tp, features] of whole inputs. If a decoder attends to them, the keys and values
+        of its layers are stored in the pages of `inputs`."""
         assert self.encoder is not None
         embedding = self.encoder.embedding
         unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None

@@ -461,7 +461,7 @@ class Tokenizer:
         return text.lower() if self._lower_case and self._fast is None else text
 
     def _decode(self, ids: list[int]) -> str:
-        """Ids to text, hiding none. The Rust tokenizer is asked directly: microseconds a call, and
+        """The text of ids, including special tokens. The Rust tokenizer is asked directly: microseconds a call, and
         without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
         if self._fast is not None:
             text: str = self._fast.decode(ids, skip_special_tokens=False)

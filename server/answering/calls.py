@@ -143,8 +143,8 @@ class _Value:
 class Region(ABC):
     """A part of an answer that should hold calls, read while it is written.
 
-    It ends with its mark, but not with one within a string. Where no call has begun in it, all of it is text: the marks
-    around it, too. Within a reported call or after it, anything that is neither call nor text is left out.
+    It ends with its mark, but not with one within a string. If no call has begun in it, all of it is text, including
+    the marks around it. Within a reported call or after it, anything that is neither call nor text is left out.
 
     Args:
         opening: what opened it.

@@ -1,6 +1,6 @@
 """A grammar in Lark's form as one regular expression, where it is no more than that: no rule leads back to itself.
 
-What a custom tool gets stands in a JSON string, as an argument of a function. llguidance holds such a string to a
+The input of a custom tool stands in a JSON string, as an argument of a function. llguidance holds such a string to a
 regular expression, but to no grammar: it would have to know how each terminal looks within the string.
 """
 

@@ -2,8 +2,8 @@
 its proxies.
 
 Serve shows a router only the head of an HTTP request. The body lies in the same process, in the queue that the proxy
-fills for the replica; Serve has no interface to it. Where it is not found there, because another Serve keeps it
-elsewhere, requests are routed by their session (X-Session-ID) or, without one, to the less busy of two.
+fills for the replica; Serve has no interface to it. If another version of Serve keeps the body elsewhere, requests are
+routed by their session (X-Session-ID) or, without one, to the less busy of two replicas.
 """
 
 from __future__ import annotations
