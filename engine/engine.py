@@ -36,10 +36,13 @@ from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, 
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.reasoning import LimitedReasoning, check_no_beams
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
+from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.interface.speech import timed
 from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
+from engine.scheduling.draft_costs import DraftCosts
+from engine.scheduling.drafting import NgramDrafter
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
@@ -60,6 +63,10 @@ CPU_STEP_TIME = 0.25
 
 # Threads that fill masks of grammars.
 MOST_MASK_THREADS = 8
+
+# Bytes that the preparation of grammars takes for each token of a vocabulary (its tokenizer, llguidance's trees), and
+# bytes that it may always take.
+GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
 
 # Tokens that a step of whole inputs may always hold: no stream waits for one, and fewer waste a busy machine's time.
 WHOLE_STEP = 64.0
@@ -116,6 +123,7 @@ class Engine:
         step_time = config.max_step_time
         if step_time is None:
             step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
+        self._draft(config, step_time, device)
         floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
@@ -274,6 +282,12 @@ class Engine:
         """Prepare the data that all grammars need, in a thread, unless that is done."""
         self._grammars.warm()
 
+    @property
+    def warms_grammars(self) -> bool:
+        """Grammars are prepared at the start: the model generates text, and the memory is small beside its weights."""
+        most = max(LITTLE_MEMORY, self.executor.facts.weights // 4)
+        return "generate" in self.info.tasks and self.info.vocab_size * GRAMMAR_BYTES <= most
+
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
         limit = self.scheduler.config.needs.crossed_limit(request)
@@ -395,6 +409,20 @@ class Engine:
                 self._publisher.close()
             self.executor.close()
             del self.executor, self._stepping
+
+    def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
+        """Have tokens drafted, if that is set, or likely to help: where a step waits for memory, a draft costs little.
+
+        Args:
+            step_time: limit of a step in seconds, 0 for none. Then nothing depends on the clock unless it is asked for.
+        """
+        if config.speculative_config is not None:
+            settings = parse_speculative(config.speculative_config)
+        else:
+            settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
+        if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
+            self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
+            self.scheduler.draft_costs = DraftCosts()
 
     def _log_start(self, seconds: float) -> None:
         info = self.info

@@ -277,7 +277,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
         "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
         "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
-        "/tokenize", "/detokenize",
+        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 

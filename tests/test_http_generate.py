@@ -12,7 +12,8 @@ from test_http_terms import COMPLETIONS, Api, error
 from server.api.generate_schemas import GenerateRequest
 
 __all__ = ["api"]
-CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+GENERATE = "/inference/v1/generate"
 HOW: dict[str, Any] = {"max_tokens": 6, "temperature": 0.7, "seed": 5, "logprobs": 2, "stop": ["zz"]}
 
 
@@ -68,6 +69,32 @@ def test_completions_without_max_tokens_keep_their_default(api: Api) -> None:
 def test_what_render_refuses(api: Api, more: dict[str, Any]) -> None:
     (name,) = more
     assert error(api.post(f"{COMPLETIONS}/render", prompt="a", **more), 400)["param"] == name
+
+
+def test_messages_are_rendered_as_they_are_answered(api: Api) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief.", "max_tokens": 9}
+    half = ask(api, f"{MESSAGES}/render", **body, temperature=0)
+    assert half["request_id"].startswith("msg_")
+    assert half["sampling_params"]["max_tokens"] == 9
+    assert (
+        len(half["token_ids"])
+        == ask(api, f"{MESSAGES}/count_tokens", messages=body["messages"], system=body["system"])["input_tokens"]
+    )
+    whole = ask(api, MESSAGES, **body, temperature=0)
+    made = generate(api, half, output_mode="text")
+    assert made["choices"][0]["text"] == whole["content"][0]["text"]
+    refused = json.loads(api.post(f"{MESSAGES}/render", **{**body, "max_tokens": 0}).text)
+    assert (refused["type"], "max_tokens" in refused["error"]["message"]) == ("error", True)
+
+
+def test_responses_are_rendered_as_they_are_answered(api: Api) -> None:
+    body: dict[str, Any] = {"input": "Hi", "instructions": "Be brief.", "max_output_tokens": 9}
+    half = ask(api, f"{RESPONSES}/render", **body, temperature=0, store=True)
+    assert (half["request_id"][:5], half["sampling_params"]["max_tokens"]) == ("resp_", 9)
+    assert len(half["token_ids"]) == ask(api, f"{RESPONSES}/input_tokens", **body)["input_tokens"]
+    whole = ask(api, RESPONSES, **body, temperature=0)
+    made = generate(api, half, output_mode="text")
+    assert made["choices"][0]["text"] == whole["output"][0]["content"][0]["text"]
 
 
 def test_render_names_what_it_leaves_out(api: Api) -> None:

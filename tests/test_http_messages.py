@@ -16,7 +16,9 @@ from pydantic import TypeAdapter
 from support.conversing import CALL, PARSERS, THOUGHT_AND_CALLS, WEATHER_SCHEMA, Conversing, kinds, read_events, saying
 from support.service import PATIENCE, Service
 
+from server.answering.message_events import usage_of
 from server.api.message_schemas import MessageObject
+from server.api.schemas import CompletionTokensDetails, Usage
 from server.door.message_errors import MessageErrors
 
 PATH = "/v1/messages"
@@ -42,11 +44,13 @@ def test_a_message_is_answered() -> None:
     message = api.post(PATH, asking(system="Be brief.")).json()
     strictly(message)
     assert api.prompts == ["system:Be brief.;user:hi;assistant:"]
-    assert message["content"] == [{"type": "text", "text": "Hello to you."}]
+    assert message["content"] == [{"type": "text", "text": "Hello to you.", "citations": None}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     assert message["usage"] == {
         "input_tokens": len(api.prompts[0]), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
-        "output_tokens": len("Hello to you.\0"),
+        "output_tokens": len("Hello to you.\0"), "output_tokens_details": None,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "inference_geo": None, "server_tool_use": None, "service_tier": "standard", "speed": None,
     }  # fmt: skip
     assert api.params.max_tokens == 50
 
@@ -83,7 +87,9 @@ def test_events_come_in_order() -> None:
     deltas = {data["index"]: data["delta"]["type"] for name, data in events if name == "content_block_delta"}
     assert deltas == {0: "thinking_delta", 1: "text_delta", 2: "input_json_delta", 3: "input_json_delta"}
     strictly(events[0][1]["message"])
-    assert events[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2][1]["delta"] == {
+        "stop_reason": "tool_use", "stop_sequence": None, "stop_details": None, "container": None,
+    }  # fmt: skip
     assert events[-2][1]["usage"]["output_tokens"] == len(THOUGHT_AND_CALLS) + 1
 
 
@@ -95,6 +101,12 @@ def test_cached_tokens_are_counted_apart() -> None:
     api = Conversing(script)
     usage = api.post(PATH, asking()).json()["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (len(api.prompts[0]) - 3, 3)
+
+
+def test_thinking_tokens_are_counted_where_the_chat_counts_them() -> None:
+    details = CompletionTokensDetails(reasoning_tokens=7)
+    usage = usage_of(Usage(prompt_tokens=3, completion_tokens=9, completion_tokens_details=details))
+    assert (usage["output_tokens"], usage["output_tokens_details"]) == (9, {"thinking_tokens": 7})
 
 
 def test_silence_is_broken_by_pings() -> None:
@@ -160,7 +172,7 @@ def test_the_assistant_s_last_message_is_gone_on_from() -> None:
     api = Conversing(saying("b"), template=template)
     message = api.post(PATH, asking([*HELLO, {"role": "assistant", "content": "a"}])).json()
     assert api.prompts == ["user:hi;assistant:a"]
-    assert message["content"] == [{"type": "text", "text": "b"}]
+    assert message["content"] == [{"type": "text", "text": "b", "citations": None}]
 
 
 def test_tokens_are_counted_as_they_are_used() -> None:

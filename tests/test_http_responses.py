@@ -76,6 +76,11 @@ def test_nothing_said_is_an_empty_message() -> None:
     assert "response.output_text.done" in kinds(events)
 
 
+def test_there_is_no_compaction_and_clients_read_that_as_not_found() -> None:
+    answer = Conversing(saying("ok")).post(f"{PATH}/compact", {"model": "org/fake", "input": "hi"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unsupported_endpoint")
+
+
 def test_events_come_in_order() -> None:
     events = Conversing(saying("Hello")).events(PATH, {"input": "hi", "metadata": {"a": "b"}})
     assert kinds(events) == [

@@ -474,6 +474,23 @@ def test_what_grammars_share_is_prepared_before_the_first_one(tokenizer: Tokeniz
     assert loads[0].startswith("octavo-grammar")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "weights", "warms"),
+    [(49_152, 90 << 20, True), (64_001, 90 << 20, False), (151_936, 560 << 20, False), (151_936, 640 << 20, True)],
+)
+def test_grammars_are_prepared_at_the_start_where_they_take_little_beside_the_weights(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tokens: int, weights: int, warms: bool
+) -> None:
+    one = engines()
+    assert 0 < one.executor.facts.weights < 64_000_000
+    assert one.warms_grammars
+    monkeypatch.setattr(one, "info", replace(one.info, vocab_size=tokens))
+    monkeypatch.setattr(one.executor, "facts", replace(one.executor.facts, weights=weights))
+    assert one.warms_grammars is warms
+    monkeypatch.setattr(one, "info", replace(one.info, tasks=("embed",)))
+    assert not one.warms_grammars
+
+
 def test_without_a_tokenizer_only_requests_with_a_grammar_are_refused(model: Checkpoint) -> None:
     made = grammars.Grammars(lambda: None, model.vocab, frozenset(model.eos), opens_texts=False, threads=1)
     made.warm()

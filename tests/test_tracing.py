@@ -43,8 +43,9 @@ OK, ERROR = 0, 2
 # POST, and nothing to trace.
 WITHOUT_THE_MODEL = {
     "/tokenize", "/detokenize", "/ping", "/apply-template", "/v1/completions/render", "/v1/chat/completions/render",
-    "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
-    "/v1/responses/input_tokens", "/v1/conversations", "/v1/conversations/{conversation_id}",
+    "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/{response_id}/cancel",
+    "/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/render", "/v1/conversations",
+    "/v1/conversations/{conversation_id}",
     "/v1/conversations/{conversation_id}/items",
 }  # fmt: skip
 

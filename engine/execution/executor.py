@@ -26,12 +26,14 @@ class ModelFacts:
         needs: of its sequences.
         costs: what query-key pairs and logits cost.
         measured: small steps, each with the seconds that it took.
+        weights: bytes of its parameters.
     """
 
     info: EngineInfo
     needs: SequenceNeeds
     costs: Costs
     measured: list[tuple[StepWork, float]]
+    weights: int
 
 
 class Executor(Protocol):

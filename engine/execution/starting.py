@@ -238,7 +238,9 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         signal=spec.signal,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
-    facts = ModelFacts(info=info, needs=runner.kind.needs, costs=costs, measured=measured)
+    facts = ModelFacts(
+        info=info, needs=runner.kind.needs, costs=costs, measured=measured, weights=runner.model.weight_bytes()
+    )
     return LocalExecutor(runner, facts)
 
 

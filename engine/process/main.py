@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.process")
 
+WARM_AFTER = 1.0  # seconds after the start: the first requests come first
+
 
 def main() -> int:
     """Load the engine and serve its client until that is gone; returns the exit status."""
@@ -130,6 +132,10 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
         send_framed(line, Ready(engine.info, engine.stats()))
         give_back()
         give_back_code()
+        if engine.warms_grammars:
+            warming = threading.Timer(WARM_AFTER, engine.warm_grammars)
+            warming.daemon = True
+            warming.start()
         Loop(engine, channel).run()
 
 

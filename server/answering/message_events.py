@@ -22,24 +22,38 @@ from server.answering.prompt import Prompt, Room, TooLongError
 from server.answering.public_names import public_name, public_names
 from server.answering.terms import DeadlineError
 from server.api.chat_schemas import ChatPiece, ChatTokenLogprob
-from server.api.message_schemas import ContentBlock, MessageUsage
+from server.api.message_schemas import ContentBlock, MessageDeltaUsage, MessageUsage
 from server.api.schemas import Usage
 from server.door.message_errors import message_error
 from server.errors import ApiError
 
 Message = dict[str, Any]
 
+_ABSENT: Message = {"stop_details": None, "container": None}  # Anthropic's fields about what does not happen here
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 def usage_of(usage: Usage) -> MessageUsage:
     """The tokens so far, by the names of this endpoint."""
-    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        **tokens_of(usage),
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "inference_geo": None,
+        "service_tier": "standard",
+        "speed": None,
+    }
+
+
+def tokens_of(usage: Usage) -> MessageDeltaUsage:
+    """The part of the usage that the last event repeats."""
+    cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": None if details is None else {"thinking_tokens": details.reasoning_tokens},
+        "server_tool_use": None,
     }
 
 
@@ -79,10 +93,17 @@ def ending(blocks: Blocks, *, lowered: bool) -> Message:
 def block_of(block: Block) -> ContentBlock:
     """A block in Anthropic's shape; of a call that was cut off the input is empty."""
     if block.kind == "text":
-        return {"type": "text", "text": block.text}
+        return {"type": "text", "text": block.text, "citations": None}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _object(block.text)}
+    return {
+        "type": "tool_use",
+        "id": block.call_id,
+        "name": block.name,
+        "input": _object(block.text),
+        "caller": {"type": "direct"},
+        "toolset_name": None,
+    }
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -143,6 +164,8 @@ class MessageRun(ConversationRun[ChatPiece]):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            **_ABSENT,
+            "diagnostics": None,
         }
 
 
@@ -185,7 +208,7 @@ class MessageEvents(Events[ChatPiece]):
             delta = ending(self._blocks, lowered=self._lowered)
         except ApiError as problem:
             return last + written("error", message_error(problem.status_code, problem.message))
-        last += written("message_delta", {"delta": delta, "usage": usage_of(self.maker.usage())})
+        last += written("message_delta", {"delta": delta | _ABSENT, "usage": tokens_of(self.maker.usage())})
         return last + written("message_stop", {})
 
     # ---------------------------------------------------------------- what the blocks tell

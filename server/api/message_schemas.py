@@ -146,6 +146,7 @@ class TextBlock(TypedDict):
 
     type: Literal["text"]
     text: str
+    citations: None
 
 
 class ThinkingBlock(TypedDict):
@@ -156,6 +157,12 @@ class ThinkingBlock(TypedDict):
     signature: str
 
 
+class Caller(TypedDict):
+    """The model itself makes each call."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(TypedDict):
     """A function call. A tool_result block returns its result with the same `id`."""
 
@@ -163,18 +170,44 @@ class ToolUseBlock(TypedDict):
     id: str
     name: str
     input: dict[str, Any]
+    caller: Caller
+    toolset_name: None
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class MessageUsage(TypedDict):
+class OutputTokensDetails(TypedDict):
+    """Kinds of the output tokens, where one token ends the model's reasoning."""
+
+    thinking_tokens: int
+
+
+class MessageDeltaUsage(TypedDict):
     """Tokens of the whole request. Cached tokens are not part of the input tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails | None
+    server_tool_use: None
+
+
+class CacheCreation(TypedDict):
+    """Tokens that this request wrote to Anthropic's caches: always 0, since a server without prices counts none."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class MessageUsage(MessageDeltaUsage):
+    """The same, with fields of Anthropic's that have one value here."""
+
+    cache_creation: CacheCreation
+    inference_geo: None
+    service_tier: Literal["standard"]
+    speed: None
 
 
 class MessageObject(BaseModel):
@@ -187,6 +220,9 @@ class MessageObject(BaseModel):
     content: list[ContentBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
+    diagnostics: None
     usage: MessageUsage
 
 
@@ -207,6 +243,7 @@ class MessageModel(BaseModel):
     max_tokens: int
     lifecycle: Literal["active"] = "active"
     deprecated_at: None = None
+    retires_at: None = None
     capabilities: None = None
     line: None = None
 

@@ -295,9 +295,10 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(TypedDict):
-    """Part of `ResponseUsage`."""
+    """Part of `ResponseUsage`. A server without prices counts no tokens as written to a cache."""
 
     cached_tokens: int
+    cache_write_tokens: Literal[0]
 
 
 class OutputTokensDetails(TypedDict):

@@ -13,12 +13,17 @@ from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
 from engine import DEFAULT_MAX_TOKENS, SamplingParams, chat_max_tokens
+from server.answering import message_input
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
 from server.answering.endpoints import require
 from server.answering.events import Chunks, Extra
+from server.answering.message_events import MessageRun
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
+from server.answering.public_names import public_names
+from server.answering.responses import NAMES as RESPONSE_NAMES
+from server.answering.responses import ResponseRun
 from server.answering.terms import read_terms
 from server.api import examples
 from server.api.chat_schemas import ChatCompletionRequest
@@ -31,11 +36,15 @@ from server.api.generate_schemas import (
     TokenLogprobContent,
     TokenLogprobs,
 )
+from server.api.message_schemas import MessageRequest
 from server.api.parameters import shape_of
 from server.api.reading import StrictJsonRoute
+from server.api.response_schemas import ResponseRequest
 from server.api.schemas import CompletionChoice, CompletionRequest, GenerationBody, Usage
 from server.context import Service, ServiceDep
+from server.door.message_errors import MESSAGES_PATH
 from server.errors import ERROR_RESPONSES, ApiError
+from server.routes import messages, responses
 from server.routes.chat import ChatRun
 from server.routes.completions import CompletionRun
 
@@ -76,8 +85,35 @@ async def render_chat(
     return made
 
 
+@rendering.post(f"{MESSAGES_PATH}/render", responses=messages.ERRORS, summary="Render Anthropic's messages")
+async def render_message(
+    body: Annotated[MessageRequest, Body(openapi_examples=examples.MESSAGES)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+) -> RenderedRequest:
+    """Return a request body for /inference/v1/generate."""
+    with public_names(message_input.NAMES):
+        (made,) = await _rendered(messages.run_of(body, service, time.monotonic()), "msg_", request, response)
+    return made
+
+
+@rendering.post("/v1/responses/render", responses=ERROR_RESPONSES, summary="Render a response's input")
+async def render_response(
+    body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)],
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+) -> RenderedRequest:
+    """Return a request body for /inference/v1/generate. Nothing is stored."""
+    run = await responses.run_of(body, request, service, time.monotonic())
+    with public_names(RESPONSE_NAMES):
+        (made,) = await _rendered(run, "resp_", request, response)
+    return made
+
+
 async def _rendered(
-    run: CompletionRun | ChatRun, prefix: str, request: Request, response: Response
+    run: CompletionRun | ChatRun | MessageRun | ResponseRun, prefix: str, request: Request, response: Response
 ) -> list[RenderedRequest]:
     body, service = run.body, run.service
     if run.shape.params.n > run.shape.n:

@@ -17,13 +17,13 @@ from server.api import examples
 from server.api.fields import ignored_header
 from server.api.message_schemas import CountTokensRequest, MessageError, MessageObject, MessageRequest, TokenCount
 from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
+from server.context import Service, ServiceDep
 from server.door.message_errors import MESSAGES_PATH
 
 router = APIRouter(route_class=StrictJsonRoute)
 counting = APIRouter(route_class=StrictJsonRoute)
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": MessageError, "description": "Client error."},
     "5XX": {"model": MessageError, "description": "Server error."},
 }
@@ -32,7 +32,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 @router.post(
     MESSAGES_PATH,
     response_model=MessageObject,
-    responses={200: {"content": examples.MESSAGE_STREAM}, **_ERRORS},
+    responses={200: {"content": examples.MESSAGE_STREAM}, **ERRORS},
     summary="Create a message",
 )
 async def create_message(
@@ -40,17 +40,24 @@ async def create_message(
 ) -> Response:
     """Generate the assistant's next message, as in Anthropic's Messages API. The answer comes as a whole or as a
     stream."""
-    arrival = time.monotonic()
+    return await run_of(body, service, time.monotonic()).respond(request)
+
+
+def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun:
+    """The run of a request.
+
+    Raises:
+        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+    """
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
     ignored: Ignored = set()
     chat = read_chat(body, ignored)
     with public_names(NAMES):
-        run = MessageRun.of(chat, service, arrival, ignored=ignored)
-    return await run.respond(request)
+        return MessageRun.of(chat, service, arrival, ignored=ignored)
 
 
-@counting.post(f"{MESSAGES_PATH}/count_tokens", responses=_ERRORS, summary="Count the tokens of messages")
+@counting.post(f"{MESSAGES_PATH}/count_tokens", responses=ERRORS, summary="Count the tokens of messages")
 async def count_tokens(
     body: Annotated[CountTokensRequest, Body(openapi_examples=examples.COUNT_TOKENS)],
     response: Response,

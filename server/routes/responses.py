@@ -53,12 +53,19 @@ async def create_response(
 ) -> Response:
     """Generate the next items of a conversation, as in OpenAI's Responses API. The answer comes as a whole or as a
     stream of typed events."""
-    arrival = time.monotonic()
+    return await (await run_of(body, request, service, time.monotonic())).respond(request)
+
+
+async def run_of(body: ResponseRequest, request: Request, service: Service, arrival: float) -> ResponseRun:
+    """The run of a request.
+
+    Raises:
+        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+    """
     ignored: Ignored = set()
     items, chat, tools = await _read(body, request, service, ignored)
     with public_names(NAMES):
-        run = ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
-    return await run.respond(request)
+        return ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
 
 
 @counting.post(f"{_ENDPOINT}/input_tokens", responses=ERROR_RESPONSES, summary="Count the tokens of an input")
@@ -74,6 +81,16 @@ async def count_input_tokens(
     response.headers.update(ignored_header(ignored))
     with public_names(NAMES):
         return InputTokens(input_tokens=len((await render_chat(service, chat)).token_ids))
+
+
+@stored.post(f"{_ENDPOINT}/compact", include_in_schema=False)
+async def compact() -> None:
+    """Refuse compaction, which POST to /v1/responses/{response_id} would refuse as a wrong method."""
+    message = (
+        "This server does not compact conversations. Ask the model for a summary, or send truncation: auto with "
+        "/v1/responses."
+    )
+    raise ApiError(404, message, code="unsupported_endpoint")
 
 
 async def _read(
