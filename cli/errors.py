@@ -30,6 +30,18 @@ class NoServerError(TalkError):
     """Nothing answers there."""
 
 
+class LoadingError(TalkError):
+    """The server is still loading its model.
+
+    Attributes:
+        percent: of the weights that are loaded; None if the server does not say.
+    """
+
+    def __init__(self, message: str, percent: int | None):
+        super().__init__(message, "loading")
+        self.percent = percent
+
+
 def error_of(value: Any) -> tuple[str, str]:
     """Message and code of an error's body: OpenAI's shape, FastAPI's, or a text; "" for what it does not hold."""
     code = ""

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from engine.errors import ConfigError
-from engine.interface.kv_events import KVEventsConfig, as_json, parse_kv_events
+from engine.interface.json_settings import as_json
+from engine.interface.kv_events import KVEventsConfig, parse_kv_events
+from engine.interface.speculation import parse_speculative
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -85,6 +87,10 @@ class EngineConfig:
         enable_prefix_caching: reuse the KV cache of earlier prompts with the same beginning.
         kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
+        speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts what
+            followed an earlier occurrence of the last tokens; off drafts nothing. Also JSON in vLLM's format, such as
+            {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time is not 0; off on
+            a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
             mistral, phi3, vicuna or zephyr.
         generation_config: auto applies the model's generation_config.json, none ignores it.
@@ -122,6 +128,7 @@ class EngineConfig:
     flash_prefill: bool = False
     enable_prefix_caching: bool = True
     kv_events_config: str | None = None
+    speculative_config: str | None = None
     chat_template: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int | None = None
@@ -180,6 +187,9 @@ class EngineConfig:
                 "kv_events_config needs the prefix cache, but enable_prefix_caching is false. Enable it, or remove "
                 "kv_events_config."
             )
+        object.__setattr__(self, "speculative_config", as_json(self.speculative_config))
+        if self.speculative_config is not None:
+            parse_speculative(self.speculative_config)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

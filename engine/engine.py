@@ -36,10 +36,13 @@ from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, 
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.reasoning import LimitedReasoning, check_no_beams
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
+from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.interface.speech import timed
 from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
+from engine.scheduling.draft_costs import DraftCosts
+from engine.scheduling.drafting import NgramDrafter
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
@@ -120,6 +123,7 @@ class Engine:
         step_time = config.max_step_time
         if step_time is None:
             step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
+        self._draft(config, step_time, device)
         floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
@@ -145,6 +149,7 @@ class Engine:
             default_num_beams=int(values.get("num_beams", 1)),
             default_max_length=values.get("max_length"),
             decoding=plain_defaults(self.defaults) if "generate" in info.tasks else {},
+            given_up_for_temperature=tuple(name for name in self.defaults.fallback if name != "temperature"),
             speech=self.defaults.speech if info.max_encoder_len is not None else None,
         )
         if self.info.speech is not None and self.info.speech.alignment is not None:
@@ -404,6 +409,20 @@ class Engine:
                 self._publisher.close()
             self.executor.close()
             del self.executor, self._stepping
+
+    def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
+        """Have tokens drafted, if that is set, or likely to help: where a step waits for memory, a draft costs little.
+
+        Args:
+            step_time: limit of a step in seconds, 0 for none. Then nothing depends on the clock unless it is asked for.
+        """
+        if config.speculative_config is not None:
+            settings = parse_speculative(config.speculative_config)
+        else:
+            settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
+        if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
+            self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
+            self.scheduler.draft_costs = DraftCosts()
 
     def _log_start(self, seconds: float) -> None:
         info = self.info

@@ -105,6 +105,11 @@ class Stepping:
         began, self._last_end = max(step.began, self._last_end), step.ended or time.perf_counter()
         seconds = self._last_end - began
         self._scheduler.stats.step_seconds += seconds
-        if self._budget is not None:
-            self._budget.observe(StepWork.of(plan), seconds)
+        costs = self._scheduler.draft_costs
+        if self._budget is not None or costs is not None:
+            work = StepWork.of(plan)
+            if self._budget is not None:
+                self._budget.observe(work, seconds)
+            if costs is not None and not work.prompt_tokens:
+                costs.observe(work.tokens, seconds)
         return deltas

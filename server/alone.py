@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from engine import EngineConfig
+from engine.host.loading import Tell
 from engine.host.logs import LogFormat
 from server.assembly import assemble
 from server.config.settings import ServerSettings
@@ -34,8 +35,8 @@ def serve_alone(
     Raises:
         OctavoError: the model cannot be loaded, or a setting is wrong.
     """
-    with answering_while_loading(listener.socket, settings, model_id):
-        server = _prepare(config, settings, model_id, version, listener, log_format)
+    with answering_while_loading(listener.socket, settings, model_id) as tell:
+        server = _prepare(config, settings, model_id, version, listener, log_format, tell)
     return _run(server, listener)
 
 
@@ -62,12 +63,13 @@ def _prepare(
     version: str,
     listener: Listener,
     log_format: LogFormat,
+    tell: Tell,
 ) -> LoneServer:
     api_keys = KeyRing()
     reload = KeyReload(settings, api_keys)
     reload.listen()  # before the file is read, so that no change of it is missed
     api_keys.replace(read_api_keys(settings))
-    made = assemble(config, settings, model_id, version, log_format, api_keys)
+    made = assemble(config, settings, model_id, version, log_format, api_keys, tell)
     from server.lone import LoneServer  # with the app, while the engine loads
 
     return LoneServer(made.app, made.client, made.drain, listener, model_id, reload, settings)

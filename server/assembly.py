@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine import EngineConfig
+from engine.host.loading import Tell
 from engine.host.logs import LogFormat
 from engine.host.resident import give_back_code
 from engine.process.client import ProcessEngineClient
@@ -48,6 +49,7 @@ def assemble(
     version: str,
     log_format: LogFormat,
     api_keys: KeyRing,
+    tell: Tell = lambda percent: None,
 ) -> Assembly:
     """Load the model and build the app over it; blocks until it can serve.
 
@@ -58,6 +60,7 @@ def assemble(
         version: shown in the API's documentation.
         log_format: of the engine's lines.
         api_keys: asked at each request, so that they may change.
+        tell: called with the percentage of the weights that are loaded.
 
     Raises:
         OctavoError: the model cannot be loaded, or a setting is wrong.
@@ -73,7 +76,7 @@ def assemble(
         threading.Thread(target=import_app, name="octavo-app", daemon=True).start()
         return ask_known(config, workers)
 
-    client = load(config, settings, log_format, known, lambda: early.append(read_early(config, settings)))
+    client = load(config, settings, log_format, known, tell, lambda: early.append(read_early(config, settings)))
     from server.app import create_app
     from server.door.drain import Drain
     from server.memory import MemoryGuard, find_limit

@@ -80,7 +80,16 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
         _log_encoder(info, model_id)
     else:
         _log_decoder(info, model_id)
+    if tokenizer is not None and tokenizer.chat_template is None and _is_decoder(info):
+        logger.info(
+            "No chat: the model has no chat template, so /v1/completions continues texts and /v1/chat/completions "
+            "returns 400. If you know the template, set --chat-template to a file or a name such as chatml."
+        )
     logger.info("Endpoints: %s.", endpoints)
+
+
+def _is_decoder(info: EngineInfo) -> bool:
+    return "generate" in info.tasks and info.max_encoder_len is None
 
 
 def _log_encoder(info: EngineInfo, model_id: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from engine import EngineConfig
+from engine.host.loading import Tell
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient, RestartPolicy
 from engine.process.known import Known
@@ -42,12 +43,14 @@ def load(
     settings: ServerSettings,
     log_format: LogFormat,
     known: Callable[[], Known],
+    tell: Tell,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> ProcessEngineClient:
     """Start the engine; blocks until it can serve.
 
     Args:
         known: finds what the engine is told of the model; called while it imports what it needs.
+        tell: called with the percentage of the weights that are loaded.
         meanwhile: called then, while the engine loads.
 
     Raises:
@@ -55,9 +58,10 @@ def load(
     """
     if note := _DEMO_NOTES.get(Path(config.model)):
         logger.info("This is the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
-    logger.info("Loading %s.", config.model)
+    is_here = Path(config.model).expanduser().exists()
+    logger.info("Loading %s%s.", config.model, "" if is_here else " from the Hugging Face hub or its local cache")
     policy = RestartPolicy(max_failures=settings.max_engine_failures)
-    return ProcessEngineClient(config, policy, log_format, meanwhile, known=known)
+    return ProcessEngineClient(config, policy, log_format, meanwhile, known=known, tell=tell)
 
 
 def say_end(failure: str | None) -> int:

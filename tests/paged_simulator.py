@@ -29,6 +29,7 @@ from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
 from engine.scheduling.row import Row
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence as Line
 from engine.scheduling.sequence import SequenceGroup, Status
 
 VOCAB = 17
@@ -210,8 +211,9 @@ class Oracle:
         self._simulator = simulator
         self._answers: dict[str, list[Answer]] = {}
 
-    def propose(self, request: Request, choice: int, tokens: np.ndarray, most: int) -> list[int]:
+    def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
         assert most > 0
+        choice, tokens = sequence.index, sequence.tokens.view()
         name, place = request.request_id, len(tokens) - len(request.prompt_token_ids)
         if name not in self._answers:
             self._answers[name] = solve(self._simulator.model, request)
@@ -219,7 +221,7 @@ class Oracle:
         assert told[:place] == tokens[len(request.prompt_token_ids) :].tolist()
         rng = np.random.default_rng([place, choice, sum(name.encode()), int(tokens.sum())])
         right, wrong = rng.integers(0, 6), rng.integers(0, 3)
-        return told[place : place + right] + rng.integers(0, VOCAB, wrong).tolist()
+        return told[place : place + right] + rng.integers(0, VOCAB, wrong).tolist(), 1.0
 
 
 class Simulator:

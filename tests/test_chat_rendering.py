@@ -17,7 +17,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine import ConfigError, EngineConfig
 from engine.text.chat_templates import NAMES, read_template
+from engine.text.fitting import Roles, mark, probe, shows_all
 from engine.text.processor import Tokenizer
+from engine.text.writing import Writing
 from server.answering.messages import read_messages
 from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer, Rendering
@@ -25,11 +27,9 @@ from server.answering.tools import read_tools
 from server.config.settings import DEMO_MODEL, ServerSettings
 from server.early import read_early
 from server.errors import ApiError
-from server.workers.fitting import Roles, mark, probe, shows_all
 from server.workers.pool import WorkerPool
 from server.workers.templates import Conversation
 from server.workers.templates import render as render_job
-from server.workers.writing import Writing
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 ROOM = Room(100_000, "messages")

@@ -168,18 +168,38 @@ def test_a_base_model_is_refused_before_it_is_loaded(
 
 def test_settings_are_commands_of_a_chat() -> None:
     settings: dict[str, object] = {}
-    slash = Slash(Conversation(), settings, "m")
+    slash = Slash(Conversation(), settings, "m", {})
     assert slash.run("/temperature 0") == ("temperature = 0.0", None)
     assert settings == {"temperature": 0.0}
     assert slash.run("/top-k=5") == ("top_k = 5", None)
     assert slash.run("/temperature")[0].startswith("temperature = 0.0. To change it: ")
-    assert slash.run("/set temperature default") == ("temperature is reset to the model's default.", None)
+    assert slash.run("/set temperature default") == ("temperature = default", None)
     assert settings == {"top_k": 5}
     with pytest.raises(TalkError, match=r"unknown command /temprature; did you mean /temperature\?"):
         slash.run("/temprature 0")
     with pytest.raises(TalkError, match="temperature must be"):
         slash.run("/temperature -1")
-    assert "/temperature" in slash.completions("", "/t")
+    with pytest.raises(TalkError, match=r"unknown command /tempp; did you mean /temperature\?"):
+        slash.run("/tempp 0")
+    assert slash.completions("", "/te") == ["/temperature "], "the value can be typed at once"
+    assert slash.completions("", "/to") == ["/top_k", "/top_p", "/top_n_sigma"]
+    assert slash.completions("/set ", "see") == ["seed "]
+
+
+def test_settings_show_the_models_defaults() -> None:
+    card = {
+        "decoding": {"temperature": 0.8, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.0},
+        "given_up_for_temperature": ["top_k"],
+    }
+    slash = Slash(Conversation(), {"stop": ["x"], "min_p": 0.1}, "m", card)
+    lines = str(slash.run("/set")[0]).splitlines()
+    assert lines[0] == "stop = ['x']"
+    assert {"temperature = 0.8 (default)", "top_k = 40 (default)", "min_p = 0.1", "seed = random (default)"} <= {*lines}
+    assert "repetition_penalty = 1 (default)" in lines
+    assert "max_tokens = default" in lines, "the server does not say it"
+    assert slash.run("/temperature 1") == ("temperature = 1.0", None)
+    assert slash.run("/top_k")[0].startswith("top_k = off, because temperature is set (default without it: 40). To")
+    assert slash.run("/set min_p default") == ("min_p = 0.05 (default)", None)
 
 
 # ---------------------------------------------------------------- an environment without the dependencies

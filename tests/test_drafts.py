@@ -20,7 +20,8 @@ from test_isolation import faults
 from engine import Engine, RequestOutput, Seq2SeqInput
 from engine.interface.request import Request
 from engine.interface.sampling_table import neutral_rows
-from engine.scheduling.plan import Int32, SamplingBatch, StepPlan, StepResult
+from engine.scheduling.plan import SamplingBatch, StepPlan, StepResult
+from engine.scheduling.sequence import Sequence as Line
 
 JOBS = [*MIXED, *MORE]
 
@@ -37,8 +38,9 @@ class Oracle:
         self._right, self._wrong = right, wrong
         self.asked = 0
 
-    def propose(self, request: Request, choice: int, tokens: Int32, most: int) -> list[int]:
+    def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
         assert request.decoding.num_beams == 1
+        choice, tokens = sequence.index, sequence.tokens.view()
         self.asked += 1
         place = len(tokens) - len(request.prompt_token_ids)
         told = self._told[request.request_id].outputs[choice].token_ids
@@ -46,7 +48,7 @@ class Oracle:
         right = (3 * place + choice) % 5 if self._right is None else self._right
         wrong = place % 3 if self._wrong is None else self._wrong
         drafts = told[place : place + right]
-        return [*drafts, *[(token + 1) % VOCAB for token in told[place + right : place + right + wrong]]]
+        return [*drafts, *[(token + 1) % VOCAB for token in told[place + right : place + right + wrong]]], 1.0
 
 
 def answers(engine: Engine, jobs: Sequence[Job], oracle: Oracle | None = None) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -383,10 +384,15 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert "use llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in caplog.text
     decoding = engine.info.decoding
     assert [decoding[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
+    assert engine.info.given_up_for_temperature == ("top_k", "top_p", "min_p")
     assert f"The weights of {llama} are GGUF (Q8_0" in caplog.text
     assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
     with caplog.at_level("INFO", logger="octavo.server"):
         log_facts(engine.info, None, "tiny")
+        assert "No chat" not in caplog.text
+        log_facts(engine.info, SimpleNamespace(chat_template=None, token_id=lambda text: None), "tiny")  # type: ignore[arg-type]
+        assert "No chat: the model has no chat template" in caplog.text
+        assert "set --chat-template to a file or a name such as chatml" in caplog.text
     assert f"Model tiny from {llama}: " in caplog.text
     engine.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from cli.main import main
 from engine.errors import ModelLoadError, NotDownloadedError
 from engine.model import checkpoint
+from engine.model import hub as hub_module
 from engine.model.gguf.on_hub import named_file
 
 FILES = (
@@ -54,6 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr("engine.model.hub.list_repo_files", made.list_repo_files)
     monkeypatch.setattr("engine.model.hub.snapshot_download", made.snapshot_download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("engine.model.hub._unreachable_because", lambda: None)
     return made
 
 
@@ -124,6 +127,33 @@ def test_a_hub_that_does_not_give_it(hub: Hub, capsys: pytest.CaptureFixture[str
     hub.cache.mkdir()
     with pytest.raises(NotDownloadedError, match=r"Q8_0 of org/tiny \(revision main\) is not in the local cache yet"):
         find("org/tiny:Q8_0", download=False)
+
+
+def test_without_a_network_the_hub_is_not_tried_again_and_again(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client would wait for half a minute."""
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("engine.model.hub.list_repo_files", None)  # not called
+    monkeypatch.setattr("engine.model.hub.snapshot_download", hub.snapshot_download)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        caplog.set_level("INFO", "octavo.model")
+        with pytest.raises(ModelLoadError, match="not all in the local cache, and the hub cannot be reached"):
+            find("org/tiny:Q8_0")
+        asked, unreachable = caplog.messages
+        assert asked.startswith("org/tiny is no local path. Asking the hub (http://127.0.0.1:")
+        assert "Connection refused" in unreachable
+        bound.listen()
+        assert hub_module._unreachable_because() is None
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
+        assert hub_module._unreachable_because() is None, "the proxy knows"
 
 
 def test_what_names_a_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import signal
@@ -17,12 +18,12 @@ import yaml
 
 from cli.main import main
 from cli.settings import Loaded, SettingsParser
-from engine import ConfigError, EngineConfig
+from engine import ConfigError, EngineConfig, SamplingParams
 from engine.interface.kv_events import parse_kv_events
 from octavo.checkout import shadowed
 from server.config.groups import GROUPS, OTHER
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
-from server.config.wording import did_you_mean
+from server.config.wording import did_you_mean, field_docs
 from server.facts import served_model_id
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ ENGINE = {
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"), "chat_template": "chatml",
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
 }  # fmt: skip
 SERVICE = {
@@ -370,6 +372,14 @@ def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) 
 def test_the_near_name(name: str, near: str | None) -> None:
     known = [flag(name) for name in Settings.model_fields]
     assert did_you_mean(f"--{name}", known) == (f"; did you mean --{near}?" if near else "")
+
+
+def test_help_texts_come_from_docstrings_of_every_python() -> None:
+    """Python 3.13 takes the indentation of docstrings away."""
+    docs = field_docs(SamplingParams)
+    assert {"temperature", "top_k", "presence_penalty", "frequency_penalty"} <= docs.keys()
+    assert "\n" not in docs["temperature"]
+    assert field_docs(type("Cleaned", (), {"__doc__": inspect.cleandoc(str(SamplingParams.__doc__))})) == docs
 
 
 def test_config_shows_values_and_where_they_come_from(

@@ -189,15 +189,18 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.process.known",
         "engine.host.children",
         "engine.host.gpus",
+        "engine.host.loading",
         "engine.host.logs",
         "engine.host.resident",
         "engine.images",
         "engine.pooled",
         "engine.pooled.vectors",
         "engine.text.conversations",
+        "engine.text.fitting",
         "engine.text.grammar_tokens",
         "engine.text.grammars",
         "engine.text.processor",
+        "engine.text.writing",
     }
 
 

@@ -49,11 +49,16 @@ def test_connections_are_answered_while_the_model_loads(
         given = {"ssl_certfile": str(pem / "cert.pem"), "ssl_keyfile": str(pem / "key.pem")}
     settings = ServerSettings(port=0, **given)  # type: ignore[arg-type]
     with Listener(settings) as listener, httpx.Client(verify=False, timeout=PATIENCE) as client:
-        with answering_while_loading(listener.socket, settings, "some/model"):
+        with answering_while_loading(listener.socket, settings, "some/model") as tell:
             answer = client.get(f"{listener.url}/health/ready")
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
             assert answer.json()["error"]["code"] == "loading"
             assert "some/model is loading" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["percent"] is None
+            tell(42)
+            answer = client.get(f"{listener.url}/health/ready")
+            assert answer.json()["error"]["percent"] == 42
+            assert "some/model is loading (42% of its weights)" in answer.json()["error"]["message"]
             assert client.head(listener.url).headers["Content-Length"] == answer.headers["Content-Length"]
             assert client.post(f"{listener.url}/v1/completions", content=b"a" * 500_000).status_code == 503
             silent = socket.create_connection(listener.socket.getsockname())  # holds nothing up

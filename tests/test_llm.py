@@ -15,12 +15,19 @@ import numpy as np
 import pytest
 
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
+from engine.interface.argument_names import as_arguments
 from engine.interface.llm_arguments import engine_config
 from server.config.settings import DEMOS
+from server.workers.templates import Conversation, render
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 STORY = "Once upon a time"
+# A template without tools and results.
+LETTERS = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}[{{ m.role }}: {{ m.content }}]"
+    "{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +170,28 @@ def test_what_a_template_is_given(llm: LLM) -> None:
     assert answer.outputs[0].text.startswith(" piece of text")
 
 
+def test_tools_are_described_as_the_server_does_where_the_template_supports_none(llm: LLM) -> None:
+    """Here, in a worker of the server, and in a template without system messages."""
+    call = {"id": "a1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1", "content": "3"},
+        {"role": "user", "content": "So?"},
+    ]
+    for template in (
+        LETTERS,
+        LETTERS.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% elif"),
+    ):
+        (answer,) = llm.chat(messages, GREEDY, tools=[TOOL], chat_template=template)
+        served = render(Conversation(template, messages, {}, {}, True, 10_000, [TOOL], prompted=True))
+        assert answer.prompt == served.text
+        assert '"name": "add"' in served.text, "the tool"
+        assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in served.text
+        assert "<tool_response>\n3\n</tool_response>" in served.text
+        assert "So?" in served.text
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "words"),
     [
@@ -173,7 +202,18 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         ([{"role": "user", "content": 3}], {}, r"messages\[0\].content must be a text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "other parts are not read"),
         ([{"role": "assistant", "tool_calls": [1]}], {}, "tool_calls must hold dictionaries"),
-        (QUESTION, {"tools": [TOOL], "chat_template": "{{ bos_token }}"}, "the chat template does not support tools"),
+        (
+            QUESTION,
+            {"tools": [TOOL], "chat_template": "{{ bos_token }}", "tool_prompt": "off"},
+            'does not support tools. Leave them out, or set tool_prompt="auto"',
+        ),
+        (QUESTION, {"tool_prompt": False}, 'tool_prompt must be "auto" or "off", got False'),
+        (QUESTION, {"tools": [{"name": "add"}]}, r"tools\[0\] must look like"),
+        (
+            [*QUESTION, {"role": "assistant", "tool_calls": [{"function": {}}]}],
+            {"tools": [TOOL], "chat_template": LETTERS},
+            "a call of a tool or its result lacks 'name'",
+        ),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "does not accept .*: no such role"),
         (QUESTION, {"continue_final_message": True}, "contradict each other"),
         (QUESTION, {"params": GREEDY, "sampling_params": GREEDY}, "set only one of them"),
@@ -183,6 +223,20 @@ def test_other_conversations_are_refused(llm: LLM, messages: Any, more: dict[str
     with pytest.raises(InvalidRequestError, match=words):
         llm.chat(messages, **more)
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_errors_name_arguments_and_no_flags(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"or raise max_model_len\.") as caught:
+        llm.generate("Once " * 1000)
+    assert (caught.value.param, "--" in str(caught.value)) == ("prompt", False)
+    with pytest.raises(ConfigError, match=r"Raise max_num_batched_tokens or lower max_num_seqs\.") as refused:
+        LLM(str(DEMOS["chat"]), max_num_batched_tokens=4, max_num_seqs=8)
+    assert "--" not in str(refused.value)
+    assert as_arguments("Use --device cpu, or --dtype float32; set --tokenizer (tokenizer of LLM).") == (
+        'Use device="cpu", or dtype="float32"; set tokenizer.'
+    )
+    assert as_arguments("docker run --gpus all") == "docker run --gpus all"
+    assert LLM.generate.__doc__, "the wrapped methods keep their help"
 
 
 def test_beams_under_vllms_names(llm: LLM) -> None:

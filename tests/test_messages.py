@@ -42,6 +42,7 @@ from engine.process.messages import (
     Dismiss,
     Failed,
     Join,
+    Loading,
     News,
     Ready,
     Signal,
@@ -73,6 +74,7 @@ EVERYTHING = SamplingParams(
 
 # What cannot be asked for together with all that.
 APART = {
+    "spaces_between_special_tokens": SamplingParams(spaces_between_special_tokens=False),
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
     "reasoning_budget": SamplingParams(
         reasoning_budget=ReasoningBudget(tokens=5, open=(3, 4), close=6, last_words=(1, 2), begun=True)
@@ -316,6 +318,8 @@ def test_the_lifeline() -> None:
     with ours, theirs:
         send_framed(ours, start)
         assert receive_start(theirs) == start
+        send_framed(theirs, Loading(42))
+        assert receive_reply(ours) == Loading(42)
         send_framed(theirs, Ready(info, EngineStats()))
         assert receive_reply(ours) == Ready(info, EngineStats())
         theirs.sendall(b"\x00\x00\x00\x09half")

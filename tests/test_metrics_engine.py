@@ -77,7 +77,10 @@ def client(checkpoint: Callable[[str], Checkpoint], gate: Gate) -> Iterator[Proc
         model=str(checkpoint("llama-grouped").path), device="cpu", dtype="float32", show_progress=False,
         skip_tokenizer_init=True, max_num_seqs=2, num_gpu_blocks_override=PAGES,
     )  # fmt: skip
-    client = ProcessEngineClient(config, RestartPolicy(max_failures=3, first_delay=0.01))
+    percents: list[int] = []
+    client = ProcessEngineClient(config, RestartPolicy(max_failures=3, first_delay=0.01), tell=percents.append)
+    assert percents[-1] == 100
+    assert percents == sorted(set(percents)), "each percentage of the weights is told once"
     yield client
     asyncio.run(client.close())
 

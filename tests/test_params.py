@@ -116,6 +116,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("ignore_eos", "false", ("true or false", "'false'")),
     ("include_stop_str_in_output", 1, ("true or false", "1")),
     ("skip_special_tokens", None, ("true or false", "None")),
+    ("spaces_between_special_tokens", 0, ("true or false", "0")),
     ("stream_beams", 1, ("true or false", "1")),
     ("timestamps", "word", ("true or false", "'word'")),
     ("structured_outputs", {"json": {}}, ("StructuredOutputsParams", "{'json': {}}")),
@@ -184,6 +185,7 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"num_beams": 4, "n": 4, "early_stopping": "never", "length_penalty": -3.5},
     {"num_beams": 4, "stop": []},
     {"num_beams": 1, "stop": "x", "n": 3},
+    {"spaces_between_special_tokens": False},
 ]
 
 
@@ -199,6 +201,11 @@ def test_values_at_the_limits_are_fine(fields: dict[str, Any]) -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", ("min_tokens (9)", "max_tokens (8)")),
         ({"num_beams": 2, "n": 3}, "n", ("n (3)", "num_beams (2)")),
         ({"num_beams": 2, "stop": "x"}, "stop", ("num_beams is 2", "stop_token_ids")),
+        (
+            {"spaces_between_special_tokens": False, "skip_special_tokens": False},
+            "spaces_between_special_tokens",
+            ("must be true", "skip_special_tokens"),
+        ),
     ],
 )
 def test_values_that_contradict_each_other(fields: dict[str, Any], param: str, parts: tuple[str, ...]) -> None:

@@ -212,7 +212,7 @@ def _write(model: Path, file: Path, plain: str) -> None:
 
 
 def _experts(config: dict[str, Any]) -> int:
-    """The type of each layer. `transformers` has used two names for this setting."""
+    """The number of experts, or 0. `transformers` has used two names for this setting."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 

@@ -32,7 +32,7 @@ class Chat:
         self._conversation = conversation
         self._settings = settings
         self._prog = prog
-        self._slash = Slash(conversation, settings, model.id)
+        self._slash = Slash(conversation, settings, model.id, model.card)
         self._asks = sys.stdin.isatty()
         self._line_editor = self._asks and sys.stdout.isatty()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.errors import NoServerError, TalkError
 from cli.talking.options import default_key, default_url, loading
+from cli.talking.patience import once_loaded
 from cli.terminal.style import note, say
 from engine import ModelLoadError, find_here, lacks_chat_template
 from server.config.wording import did_you_mean
@@ -165,7 +166,7 @@ def open_model(
             )
         place = Place.parse(url)
         try:
-            model = _of_server(Wire(place, api_key, timeout), name)
+            model = _when_loaded(Wire(place, api_key, timeout), name, timeout)
         except NoServerError as problem:
             raise NoServerError(f"{problem}. {_how_to_start(place)}") from None
         yield model
@@ -173,7 +174,7 @@ def open_model(
     if name is None and not loading:
         found: Model | None = None
         with contextlib.suppress(NoServerError):
-            found = _of_server(Wire(Place.parse(default_url), api_key, timeout), None)
+            found = _when_loaded(Wire(Place.parse(default_url), api_key, timeout), None, timeout)
         if found is not None:
             yield found
             return
@@ -211,6 +212,8 @@ def serving(
             found = find_here(name)  # a wrong name is known before any process starts
         except ModelLoadError as problem:
             raise TalkError(str(problem)) from None
+        if found is None:
+            note(f"{name} is no local path; asking the Hugging Face hub.")
         if chats and found is not None and not _sets_template(loading) and lacks_chat_template(found):
             raise TalkError(_no_template(name, f"octavo complete --model {name} PROMPT"))
     with private_server([*([name] if name else []), *loading], _named(name), address) as place:
@@ -234,6 +237,10 @@ def _no_template(name: str, complete: str) -> str:
 
 def _named(name: str | None) -> str:
     return name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
+
+
+def _when_loaded(wire: Wire, name: str | None, timeout: float) -> Model:
+    return once_loaded(lambda: _of_server(wire, name), wire.place.url, timeout)
 
 
 def _of_server(wire: Wire, name: str | None) -> Model:

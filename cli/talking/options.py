@@ -36,8 +36,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _DOCS = field_docs(SamplingParams) | {
     "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
-    "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's "
-    "default]",
+    "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's, "
+    "or 1]",
     "presence_penalty": "amount subtracted from the logit of each token that the answer contains, from -2 to 2 [0]",
     "frequency_penalty": "amount subtracted from a token's logit for each occurrence in the answer, from -2 to 2 [0]",
     "seed": "makes the answer reproducible",
@@ -98,20 +98,20 @@ def _add(parser: OneLineParser, title: str, names: tuple[str, ...]) -> None:
         if name == "stop":
             group.add_argument(flag, action="append", metavar="TEXT", help=about)
         elif name == "early_stopping":
-            group.add_argument(flag, choices=tuple(_EARLY), help="when beam search stops [false]")
+            group.add_argument(flag, choices=tuple(_EARLY), help="when beam search stops [the model's, or false]")
         else:
             kind = int if NUMBER_RANGES[name].integer else float
             group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=about)
 
 
 def _about(name: str) -> str:
-    """The help of a flag, with its default in brackets, as in the help of all flags."""
+    """The help of a flag, with its default in brackets, as in the help of all flags. A model may have another one."""
     text = _DOCS[name]
     default = _DEFAULT.search(text.removesuffix("."))
     if default is None:
         return text
     closing = ")" if default[0].startswith(";") else ""  # what stands before the default needs it
-    return f"{text[: default.start()]}{closing} [{float(default[1]):g}]"
+    return f"{text[: default.start()]}{closing} [the model's, or {float(default[1]):g}]"
 
 
 def decoding(given: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import IO
 from cli.errors import NoServerError, TalkError
 from cli.talking.wire import Place, Wire
 from cli.terminal.keys import keys_kept
-from cli.terminal.style import console, is_rich
+from cli.terminal.waiting import waiting
 from engine import EngineConfig
 from server.door.listening import StartupError, bind
 from server.door.listening import url as local_url
@@ -46,7 +46,7 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
             start_new_session=True,  # Ctrl-C is for the answer, not for the model
         )  # fmt: skip
         try:
-            with keys_kept(), _waiting(what) as show:
+            with keys_kept(), waiting(what) as show:
                 _wait_ready(Wire(place), process, log, show)
             yield place
         finally:
@@ -86,25 +86,6 @@ def _own() -> dict[str, str]:
     """The variables that the child gets in any case."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
-
-
-@contextlib.contextmanager
-def _waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal that the model loads. The progress stands before its name, which may be long."""
-    text = f"Loading {what} ..."
-    if is_rich(sys.stderr):
-        from rich.text import Text
-
-        with console(sys.stderr).status(Text(text)) as status:
-            yield lambda progress: status.update(Text(f"Loading {progress} of {what}"))
-    elif sys.stderr.isatty():
-        print(text, end="", file=sys.stderr, flush=True)
-        try:
-            yield lambda progress: print(f"\rLoading {progress} of {what}  ", end="", file=sys.stderr, flush=True)
-        finally:
-            print(file=sys.stderr)
-    else:
-        yield lambda progress: None
 
 
 def _progress(log: IO[bytes]) -> str:

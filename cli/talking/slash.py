@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ class Slash:
 
     Args:
         settings: fields of the requests to come, which /set changes.
+        card: the server's description of the model, with its default parameters.
     """
 
-    def __init__(self, conversation: Conversation, settings: dict[str, Any], model_id: str):
+    def __init__(self, conversation: Conversation, settings: dict[str, Any], model_id: str, card: Mapping[str, Any]):
         self._conversation = conversation
         self._settings = settings
         self._model_id = model_id
+        decoding = card.get("decoding")
+        self._defaults: dict[str, Any] = decoding if isinstance(decoding, dict) else {}
+        self._given_up = frozenset(card.get("given_up_for_temperature") or ())
         self._commands = {
             name.removeprefix("_do_"): method
             for name, method in inspect.getmembers(self, inspect.ismethod)
@@ -37,11 +42,13 @@ class Slash:
         }
 
     def completions(self, before: str, word: str) -> list[str]:
-        """Completions of a word: commands at the beginning of a line, settings after /set."""
+        """Completions of a word: commands at the beginning of a line, settings after /set. The only one ends with a
+        space."""
         known = [f"/{name}" for name in (*self._commands, *_NUMBERS)] if not before and word.startswith("/") else []
         if before.split() == ["/set"]:
             known = list(_NUMBERS)
-        return [name for name in known if name.startswith(word)]
+        found = [name for name in known if name.startswith(word)]
+        return [f"{found[0]} "] if len(found) == 1 else found
 
     def run(self, line: str) -> tuple[str, str | None]:
         """Obey a line; returns what to tell, and a text to be sent as if the user had typed it.
@@ -95,18 +102,18 @@ class Slash:
     def _do_set(self, rest: str) -> str:
         """/set [NAME VALUE]     show the sampling settings, or change one: /set temperature 0.7 or /temperature 0.7"""
         if not rest:
-            shown = [f"{name} = {value}" for name, value in self._settings.items()]
-            return "\n".join(shown) or f"All settings have the model's defaults. Available: {', '.join(_NUMBERS)}."
+            shown = [f"{name} = {value}" for name, value in self._settings.items() if name not in _NUMBERS]
+            return "\n".join([*shown, *(f"{name} = {self._value(name)}" for name in _NUMBERS)])
         name, _, text = rest.replace("=", " ").partition(" ")
         name, text = name.lstrip("-").replace("-", "_"), text.strip()
         if name not in _NUMBERS:
             near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
             raise TalkError(f"unknown setting {name}{near}")
         if not text:
-            return f"{name} = {self._settings.get(name, 'default')}. To change it: /set {name} VALUE, or default."
+            return f"{name} = {self._value(name)}. To change it: /set {name} VALUE, or default."
         if text == "default":
             self._settings.pop(name, None)
-            return f"{name} is reset to the model's default."
+            return f"{name} = {self._value(name)}"
         integer = NUMBER_RANGES[name].integer
         try:
             value = int(text) if integer else float(text)
@@ -118,6 +125,18 @@ class Slash:
             raise TalkError(str(problem).replace("--", "").rstrip(".")) from None
         self._settings[name] = value
         return f"{name} = {value}"
+
+    def _value(self, name: str) -> str:
+        """A setting's value, and whether it is the model's default."""
+        if name in self._settings:
+            return str(self._settings[name])
+        if name == "seed":
+            return "random (default)"
+        if name in self._given_up and "temperature" in self._settings:
+            return f"off, because temperature is set (default without it: {self._defaults.get(name)})"
+        if name not in self._defaults:
+            return "default"
+        return f"{self._defaults[name]:g} (default)"
 
     def _do_save(self, rest: str) -> str:
         """/save FILE            save the conversation: as JSON if FILE ends with .json, else as text"""

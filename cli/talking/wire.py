@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from cli.errors import NoServerError, TalkError, error_of
+from cli.errors import LoadingError, NoServerError, TalkError, error_of
 
 CONNECT_TIMEOUT = 10.0  # seconds
 _EVENTS = "text/event-stream"
+_LLAMA_CPP_LOADS = "Loading model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,15 @@ class Wire:
             raise TalkError(f"{self.place.url} requires an API key. Set --api-key or OCTAVO_API_KEY.", "no_key")
         if response.status_code != 200:
             message, code = error_of(value)
+            is_page = isinstance(value, str) and value.lstrip().startswith("<")
+            if is_page or (response.status_code == 404 and not code):
+                raise TalkError(
+                    f"{self.place.url}{path} answered with status {response.status_code}. Is it an OpenAI-compatible "
+                    "server? (--url)"
+                )
+            if response.status_code == 503 and (code == "loading" or message.startswith(_LLAMA_CPP_LOADS)):
+                percent = error.get("percent") if isinstance(error := value.get("error"), dict) else None
+                raise LoadingError(message, percent if isinstance(percent, int) else None)
             raise TalkError(message or f"{self.place.url}{path} answered with status {response.status_code}.", code)
         return value
 

@@ -355,7 +355,7 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
         item.name: getattr(decoding, item.name, getattr(asked, item.name))
         for item in fields(SamplingParams)
         if item.name
-        not in ("seed", "stream_beams", "timestamps", "detokenize")  # they say nothing of how it is decoded
+        not in ("seed", "stream_beams", "timestamps", "detokenize", "spaces_between_special_tokens")  # not decoding
     }
     found["renormalize_logits"] = decoding.renormalize
     if "max_new_tokens" not in defaults.values:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from engine.errors import ConfigError
+from engine.interface.json_settings import decoded
 
 NAME = "kv_events_config"
 _TRANSPORTS = re.compile(r"(tcp|ipc|inproc)://\S+")
@@ -84,17 +84,12 @@ def parse_kv_events(given: Any) -> KVEventsConfig:
     Raises:
         ConfigError: it is neither, or something in it is no setting, or out of range.
     """
-    values = _decoded(given)
+    values = decoded(NAME, given)
     known = [field.name for field in fields(KVEventsConfig)]
     for name in values:
         if name not in known:
             raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
     return KVEventsConfig(**values)
-
-
-def as_json(given: Any) -> Any:
-    """A mapping as the text that it would be on a command line; anything else as it is."""
-    return json.dumps(dict(given)) if isinstance(given, Mapping) else given
 
 
 def default_topic(model: str, port: int | None, environ: Mapping[str, str]) -> str:
@@ -108,19 +103,6 @@ def default_topic(model: str, port: int | None, environ: Mapping[str, str]) -> s
     address = environ.get("POD_IP", "")
     pod = (f"{address}:{port}" if port else address) if address else socket.gethostname()
     return f"kv@{pod}@{model}"
-
-
-def _decoded(given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    try:
-        values = json.loads(given)
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is no text"
-        raise ConfigError(f"{NAME} must be a JSON object, got {given!r}: {reason}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{NAME} must be a JSON object, got {given!r}.")
-    return values
 
 
 def _wrong(name: str, wanted: str, value: object) -> ConfigError:

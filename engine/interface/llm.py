@@ -16,11 +16,12 @@ from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.argument_names import names_arguments
 from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
-from engine.interface.llm_chat import Message, Tool, check_chats, conversation_prompt, read_conversations
+from engine.interface.llm_chat import Message, Tool, ToolPrompt, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PoolingMethods, hides_progress
 from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
@@ -46,6 +47,7 @@ class Metric(NamedTuple):
     value: float
 
 
+@names_arguments
 class LLM(PoolingMethods):
     """A model in this process: to generate with, to embed, compare or classify texts, or to fill in masked tokens.
 
@@ -118,6 +120,7 @@ class LLM(PoolingMethods):
         tools: Sequence[Tool] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_prompt: ToolPrompt = "auto",
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -135,6 +138,8 @@ class LLM(PoolingMethods):
             tools: {"type": "function", "function": {...}} each, or Python functions with docstrings.
             documents: as the template wants them.
             chat_template_kwargs: further names for the template, such as enable_thinking.
+            tool_prompt: auto: if the chat template does not support tools, describe them in a system message, as
+                `octavo serve` does. off: refuse such requests.
             params: sampling_params under another name.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
@@ -162,7 +167,7 @@ class LLM(PoolingMethods):
             conversation_prompt(
                 conversation, tokenizer, chat_template=chat_template, tools=tools or None, documents=documents or None,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                **named,
+                tool_prompt=tool_prompt, **named,
             )
             for conversation in read_conversations(messages)
         ]  # fmt: skip

@@ -23,7 +23,6 @@ _HARMLESS: dict[str, tuple[Any, str]] = {
     "enable_chunked_prefill": ((None, True), "long prompts always come in chunks"),
     "cpu_offload_gb": ((None, 0), "weights stay on one device"),
     "enable_lora": (_OFF, "adapters are not supported"),
-    "speculative_config": (_OFF, "speculative decoding is not supported"),
     "hf_overrides": ((None, {}), "the checkpoint's config is used as it is"),
     "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used as it is"),
     "limit_mm_per_prompt": ((None, {}), "prompts hold no images"),

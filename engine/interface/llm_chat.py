@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import TokenInput
 from engine.interface.values import brief
 from engine.text.chat_templates import read_template
+from engine.text.fitting import Messages, fitted, shows_by, with_tool_prompt
 from engine.text.tokenizer import Tokenizer
+from engine.text.writing import HERMES
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
+ToolPrompt = Literal["auto", "off"]
 
 
 def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -67,26 +70,54 @@ def conversation_prompt(
     *,
     chat_template: str | None,
     tools: Sequence[Tool] | None,
+    tool_prompt: ToolPrompt = "auto",
     **variables: Any,
 ) -> TokenInput:
     """A conversation as the model reads it.
 
+    Args:
+        tool_prompt: auto: a system message describes the tools if the template does not support tools; off: refuse.
+
     Raises:
-        InvalidRequestError: there is no template, it knows no tools, or it refuses these messages.
+        InvalidRequestError: there is no template, it does not support tools and tool_prompt is off, or it refuses
+            these messages.
         ConfigError: there is no such chat template.
     """
     template = None if chat_template is None else read_template(chat_template)
     template = template or tokenizer.need_chat_template(tools=tools is not None)
-    if tools is not None and "tools" not in template:
-        _fail("tools", "the chat template does not support tools, so the model would not see them. Leave them out.")
+    if tool_prompt not in get_args(ToolPrompt):
+        _fail("tool_prompt", f'tool_prompt must be "auto" or "off", {_got(tool_prompt)}.')
     described = None if tools is None else [_described(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    if described is not None and "tools" not in template:
+        if tool_prompt == "off":
+            _fail("tools", 'the chat template does not support tools. Leave them out, or set tool_prompt="auto".')
+        messages, described = _with_tool_prompt(messages, described, tokenizer, template), None
     text = tokenizer.apply_chat_template(messages, chat_template=template, tools=described, **variables)
     return TokenInput(tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def _with_tool_prompt(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, template: str
+) -> Messages:
+    """The conversation for a template that does not support tools: a system message describes them."""
+
+    def render(probe: Messages) -> str:
+        try:
+            return tokenizer.apply_chat_template(probe, chat_template=template)
+        except InvalidRequestError as error:
+            raise ValueError(str(error)) from error
+
+    try:
+        return fitted(with_tool_prompt([dict(one) for one in messages], tools, HERMES), shows_by(render), HERMES)
+    except KeyError as error:
+        _fail("messages", f"a call of a tool or its result lacks {error}.")
 
 
 def _described(tool: Tool, where: str) -> Mapping[str, Any]:
     """A tool as OpenAI's clients send it."""
     if isinstance(tool, Mapping):
+        if not isinstance(tool.get("function"), Mapping):
+            _fail("tools", f'{where} must look like {{"type": "function", "function": {{...}}}}, {_got(tool)}.')
         return tool
     from transformers.utils import get_json_schema  # slow to import
 

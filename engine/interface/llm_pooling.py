@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.argument_names import names_arguments
 from engine.interface.outputs import Pooled, PoolingMode, Task
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import EngineInput, PoolingParams, TokenInput
@@ -76,6 +77,7 @@ def hides_progress(use_tqdm: bool | None, count: int) -> bool | None:
     return None if count >= _PROGRESS_FROM else True
 
 
+@names_arguments
 class PoolingMethods:
     """The part of `LLM` that pools; which methods a model serves, its `EngineInfo.tasks` say."""
 

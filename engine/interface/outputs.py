@@ -444,6 +444,7 @@ class EngineInfo:
         default_num_beams: beams of a search that asks for no number, by the same file; 1: it does not search.
         decoding: what a request decodes with that leaves parameters of `SamplingParams` out, by their names, where that
             is one number, word or truth value that does not depend on the request.
+        given_up_for_temperature: names in `decoding` that do not apply to a request with a temperature.
         first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
             with, where its context was stretched by factors that depend on length.
         tasks: what the model can serve.
@@ -499,6 +500,7 @@ class EngineInfo:
     default_max_length: int | None = None
     default_num_beams: int = 1
     decoding: dict[str, bool | int | float | str] = field(default_factory=dict)
+    given_up_for_temperature: tuple[str, ...] = ()
     first_context_len: int | None = None
     tasks: tuple[Task, ...] = ("generate",)
     encoder_only: bool = False

@@ -72,8 +72,8 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "forced_eos_token_id": NumberRange(low=0, integer=True),
 }
 _SWITCHES = (
-    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits",
-    "timestamps", "detokenize",
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "stream_beams", "renormalize_logits", "timestamps", "detokenize",
 )  # fmt: skip
 BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
 
@@ -172,7 +172,8 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate (default: the model's own, else 16).
         min_tokens: ban EOS and stop tokens until this many tokens were generated (0).
-        temperature: softmax temperature; 0 means greedy (1.0, or 0 if the model's `generation_config.json` has
+        temperature: softmax temperature; 0 means greedy. If it is set, the filters that a GGUF file gets from llama.cpp
+            are off (1.0, or 0 if the model's `generation_config.json` has
             `do_sample: false`).
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose total probability reaches top_p (1.0).
@@ -201,6 +202,8 @@ class SamplingParams:
         ignore_eos: treat the model's EOS as an ordinary token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: vLLM's parameter. True: special tokens stand in the text as the tokenizer writes
+            them. False is allowed only if they are left out.
         logprobs: report the log-probabilities of the chosen token and of this many most probable tokens.
         prompt_logprobs: the same for each token of the prompt.
         logprob_token_ids: also report the log-probabilities of these token ids, at most 128; implies logprobs.
@@ -267,6 +270,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
@@ -323,6 +327,12 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
                 fail(name, f"{name} must be true or false, got {brief(value)}.")
+        if not (self.spaces_between_special_tokens or self.skip_special_tokens):
+            fail(
+                "spaces_between_special_tokens",
+                "spaces_between_special_tokens must be true if skip_special_tokens is false: Octavo writes special "
+                "tokens as the tokenizer does.",
+            )
         early: Any = self.early_stopping
         if not (early is None or isinstance(early, bool) or early == "never"):
             fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import glob
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from huggingface_hub import constants, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
@@ -26,6 +29,8 @@ from engine.model.gguf.on_hub import choose, nothing_chosen
 
 logger = logging.getLogger("octavo.model")
 
+_PROBE = 5.0  # seconds to connect to the hub
+
 
 def at(model: str, revision: str | None) -> str:
     """The name of a model of the hub in messages."""
@@ -41,6 +46,8 @@ def download(
         ModelLoadError: there is no such model, access is denied, or the hub is out of reach.
         NotDownloadedError: with `local_only`, it is not in the cache.
     """
+    if not local_only:
+        _say_asked(model)
     with _explained(model, revision, local_only=local_only):
         folder = snapshot_download(
             model,
@@ -71,8 +78,31 @@ def gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | Non
     return download(model, [glob.escape(chosen)], revision, hf_token, local_only=False) / chosen
 
 
+def _say_asked(model: str) -> None:
+    if not constants.HF_HUB_OFFLINE:
+        logger.info("%s is no local path. Asking the hub (%s).", model, constants.ENDPOINT)
+
+
+def _unreachable_because() -> OSError | None:
+    """The reason why the hub cannot be reached; None if it can, or if a proxy has to be asked. The hub's client would
+    try for half a minute."""
+    address = urlsplit(constants.ENDPOINT)
+    if getproxies().keys() & {address.scheme, "all"}:
+        return None
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), _PROBE).close()
+    except OSError as error:
+        return error
+    return None
+
+
 def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str] | None:
-    """The files of a model on the hub; None where it is out of reach."""
+    """The files of a model on the hub; None if the hub cannot be reached."""
+    _say_asked(model)
+    if (reason := _unreachable_because()) is not None:
+        logger.warning("The hub cannot be reached (%s). The local cache is searched instead.", reason)
+        return None
     refusals = (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
     with _explained(model, revision, local_only=False):
         try:

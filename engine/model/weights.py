@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from engine.backends.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.host.loading import LOADING
 from engine.model import families
 from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder
@@ -29,6 +30,15 @@ logger = logging.getLogger("octavo.model")
 
 EMBEDDING, ENCODER_EMBEDDING = "decoder.embedding.tokens", "encoder.embedding.tokens"
 _SHOWN = 5
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A progress bar whose updates `LOADING` counts, too, even where the bar is not shown."""
+
+    def update(self, n: float | None = 1) -> bool | None:
+        LOADING.add(int(n or 0))
+        shown: bool | None = super().update(n)
+        return shown
 
 
 def load_model(
@@ -110,11 +120,12 @@ def load_model(
                 if checkpoint.has_few_bits:
                     fate += "; --quantization stored keeps them packed"
             logger.info("The weights of %s are %s. They %s.", checkpoint.path, title, fate)
-        bar = tqdm(
+        bar = _Bar(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
             disable=None if show_progress is None else not show_progress,  # None: unless in a terminal
         )  # fmt: skip
         if quantization is None and not (pack and device.type == "cpu"):
+            LOADING.begin(_size_of(destinations))
             with bar:
                 _fill(checkpoint, destinations, bar)
         else:
@@ -126,6 +137,7 @@ def load_model(
                 ) as matrices,
             ):
                 bar.total = _size_of(destinations) + matrices.kept_bytes
+                LOADING.begin(bar.total)
                 _fill(checkpoint, destinations, bar, matrices)
                 matrices.finish()
             matrices.report()

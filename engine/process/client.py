@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import OctavoError
+from engine.host.loading import Tell
 from engine.host.logs import LogFormat
 from engine.process.attached import AttachedEngineClient
 from engine.process.client_interface import Deliver, EngineClient, Progress
@@ -56,6 +57,7 @@ class ProcessEngineClient(ConnectedClient):
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
         meanwhile: called while the engine loads: what else takes its time at start.
         known: finds what the engine is told of the model, while its process imports torch.
+        tell: called with the percentage of the weights that are loaded; not when the engine is started again.
 
     Attributes:
         on_change: called when the engine has died, and when it serves again.
@@ -72,6 +74,7 @@ class ProcessEngineClient(ConnectedClient):
         meanwhile: Callable[[], object] = lambda: None,
         *,
         known: Callable[[], Known] = Known,
+        tell: Tell = lambda percent: None,
     ):
         super().__init__(b"server")
         self._config = config
@@ -88,7 +91,7 @@ class ProcessEngineClient(ConnectedClient):
             try:
                 self._process.start(known)
                 meanwhile()
-                self._adopt(self._process.wait_ready())
+                self._adopt(self._process.wait_ready(tell))
             except BaseException:  # a signal's handler may raise anything
                 self._process.stop()
                 raise

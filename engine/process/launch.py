@@ -25,8 +25,9 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.host.children import signals_held
 from engine.host.cpus import engine_environment
 from engine.host.folders import check_private
+from engine.host.loading import Tell
 from engine.host.logs import LogFormat
-from engine.process.messages import GOODBYE, Failed, Known, Ready, Start, receive_reply, send_framed
+from engine.process.messages import GOODBYE, Failed, Known, Loading, Ready, Start, receive_reply, send_framed
 
 logger = logging.getLogger("octavo.client")
 
@@ -148,14 +149,18 @@ class EngineProcess:
         assert self._popen is not None
         return self._popen.pid
 
-    def wait_ready(self) -> Ready:
+    def wait_ready(self, tell: Tell = lambda percent: None) -> Ready:
         """Block until the engine can serve.
+
+        Args:
+            tell: called with the percentage of the weights that are loaded.
 
         Raises:
             OctavoError: what kept it from that, of the type raised there; EngineDeadError if the process
                 ended without a word.
         """
-        reply = receive_reply(self.line)
+        while isinstance(reply := receive_reply(self.line), Loading):
+            tell(reply.percent)
         if isinstance(reply, Ready):
             return reply
         self.stop()

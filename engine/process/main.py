@@ -26,6 +26,7 @@ import zmq
 from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.children import leave_signals_to_parent, take_standard_input
+from engine.host.loading import LOADING
 from engine.host.logs import adopt_libraries, configure
 from engine.host.resident import give_back, give_back_code
 from engine.interface.outputs import EngineStats, RequestDelta
@@ -38,6 +39,7 @@ from engine.process.messages import (
     Failed,
     Join,
     Known,
+    Loading,
     Look,
     News,
     Ready,
@@ -115,7 +117,9 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     if start.log_format is not None:
         adopt_libraries()
     give_back_code()  # what imports touched, before weights are read
+    LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
+    LOADING.listener = None
     # What is here now stays: a full collection that looked through it would hold up a step.
     gc.collect()
     gc.freeze()

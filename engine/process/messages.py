@@ -4,9 +4,9 @@ The dataclasses of `engine.interface.request` and `engine.interface.outputs` tra
 wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to the engine,
-and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
-is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look`, `Warm` and `Dismiss` from each client to the engine, and back
-one `News` per step.
+and back some `Loading`, then one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the
+other side is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look`, `Warm` and `Dismiss` from each client to the engine,
+and back one `News` per step.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ class Known(msgspec.Struct, tag=True):
 
     folder: str = ""
     config: Any = None
+
+
+class Loading(msgspec.Struct, tag=True):
+    """The engine is loading the weights; `percent` of their bytes are loaded."""
+
+    percent: int
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -254,7 +260,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _any = msgspec.msgpack.Decoder()
 _news = msgspec.msgpack.Decoder(News)
-_replies: msgspec.msgpack.Decoder[Ready | Failed] = msgspec.msgpack.Decoder(Ready | Failed)
+_replies: msgspec.msgpack.Decoder[Loading | Ready | Failed] = msgspec.msgpack.Decoder(Loading | Ready | Failed)
 _start = msgspec.msgpack.Decoder(Start)
 _known = msgspec.msgpack.Decoder(Known, ext_hook=_config)
 _parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook=_config)
@@ -333,7 +339,7 @@ def decode_known(data: bytes) -> Known:
     return _known.decode(data)
 
 
-def send_framed(line: socket.socket, message: Start | Known | Ready | Failed) -> None:
+def send_framed(line: socket.socket, message: Start | Known | Loading | Ready | Failed) -> None:
     """Write a message to the lifeline; OSError if the other side has ended."""
     data = _encoder.encode(message)
     line.sendall(len(data).to_bytes(_HEADER, "big") + data)
@@ -356,8 +362,8 @@ def receive_known(line: socket.socket) -> Known | None:
     return None if data is None else decode_known(data)
 
 
-def receive_reply(line: socket.socket) -> Ready | Failed | None:
-    """The engine process's message, or None if it is gone."""
+def receive_reply(line: socket.socket) -> Loading | Ready | Failed | None:
+    """The engine process's next message, or None if it is gone."""
     data = _receive_framed(line)
     return None if data is None else _replies.decode(data)
 

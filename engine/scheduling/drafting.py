@@ -13,26 +13,46 @@ import numpy as np
 from engine.interface.constraints import Constraint, Forcing
 from engine.interface.request import Request
 from engine.interface.sampling_table import mask_words
-from engine.scheduling.plan import Int32
+from engine.scheduling.draft_costs import DraftGain
+from engine.scheduling.ngram import Drafting
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
 class Drafter(Protocol):
     """The source of expected tokens: a small model, or the tokens of the prompt."""
 
-    def propose(self, request: Request, choice: int, tokens: Int32, most: int) -> Seq[int]:
-        """Tokens that are likely to follow those of one of a request's answers and its prompt.
+    def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
+        """Tokens that are likely to follow those of one of a request's answers and its prompt, all of which are known;
+        and the probability of each that it is right if all before it are.
 
         Args:
-            request: what was asked for.
-            choice: number of the answer.
-            tokens: [N] all that are known.
-            most: so many count, if there are more.
+            request: the sequence's.
+            most: only so many count.
         """
 
 
-def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
-    """The tokens that the drafter expects of a sequence whose tokens are all known, as far as they can come.
+class NgramDrafter:
+    """Drafts from each sequence's own tokens (`engine.scheduling.ngram`).
+
+    Args:
+        most: drafts of a sequence in a step.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+
+    def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
+        """What followed the longest earlier occurrence of the last tokens."""
+        if not isinstance(sequence.drafting, Drafting):
+            sequence.drafting = Drafting()
+        return sequence.drafting.guess(sequence.tokens.view(), min(most, self._most))
+
+
+def drafts_of(
+    drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int, gain: DraftGain
+) -> tuple[int, ...]:
+    """The tokens that the drafter expects of a sequence whose tokens are all known, as far as they can come and are
+    worth their time.
 
     Nothing is drafted from an end on, nor what a constraint excludes: a mask says of allowed tokens alone what may
     follow them.
@@ -41,10 +61,14 @@ def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: 
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # the last token has nothing to be checked for
     if most <= 0:
         return ()
-    proposed = drafter.propose(group.request, sequence.index, sequence.tokens.view(), most)
+    proposed, rate = drafter.propose(group.request, sequence, most)
     drafts: list[int] = []
+    right = 1.0
     for token in proposed[:most]:
         if token in decoding.stop_ids:
+            break
+        right *= rate
+        if not gain.is_worth(right):
             break
         if sequence.constraint is not None:
             mask = sequence.mask
@@ -52,6 +76,7 @@ def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: 
             if mask is not None and not forced and not _allows(mask, token):
                 break
             sequence = sequence.gone_on(decoding, token)
+        gain.count(right)
         drafts.append(token)
     return tuple(drafts)
 

@@ -26,6 +26,7 @@ from engine.scheduling.apply import (
 from engine.scheduling.batch import LastStep, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
@@ -45,6 +46,7 @@ class Scheduler:
 
     Attributes:
         drafter: expects tokens of sequences that decode, so that a step may check several; None: none are expected.
+        draft_costs: decide how many of its drafts a step has; None: all that there is room for.
         drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
         events: what the prefix cache gains and loses, if that is to be told (`record_events`).
 
@@ -62,6 +64,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.drafter = drafter
+        self.draft_costs: DraftCosts | None = None
         self.drafts_forced_tokens = True
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
@@ -373,7 +376,9 @@ class Scheduler:
     def _leave_for_drafts(self, step: Step) -> None:
         """Tokens and pages that may be used for drafts: running rows have theirs first, and prompts as many tokens."""
         tokens = min(step.budget, step.limit.tokens)
-        step.num_drafts = (tokens - sum(group.rows for group in self._running)) // 2
+        rows = sum(group.rows for group in self._running)
+        step.num_drafts = (tokens - rows) // 2
+        step.gain = DraftGain(self.draft_costs, rows)
         sequences = [sequence for group in self._running for sequence in group.sequences]
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
 
@@ -384,8 +389,10 @@ class Scheduler:
             drafts: tuple[int, ...] = ()
             if self.drafts_forced_tokens and row.group.may_be_forced:
                 drafts = forced_drafts(row.group, row.sequence, left)
-            if not drafts and self.drafter is not None:
-                drafts = drafts_of(self.drafter, row.group, row.sequence, left)
+                for _ in drafts:
+                    step.gain.count(1.0)
+            if not drafts and self.drafter is not None and step.gain.is_worth(1.0):
+                drafts = drafts_of(self.drafter, row.group, row.sequence, left, step.gain)
             drafted.append(row.drafting(drafts) if drafts else row)
             left -= len(drafts)
         if self._missing(drafted) - self._missing(rows) > self.pool.num_available - step.kept_pages:

@@ -115,12 +115,14 @@ class Sequence:
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
         constraint: of its output so far, None where all tokens may come.
+        drafting: the drafter's knowledge of the sequence; None until it has been asked.
         repeats: for each place how many tokens up to there are those that the tokens ended with, when there were as
             many as it has places; never changed, but made anew (`engine.scheduling.repetition`).
     """
 
     __slots__ = (
         "constraint",
+        "drafting",
         "hashes",
         "index",
         "logprobs",
@@ -152,6 +154,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
         self.uniforms: dict[int, float] = {}
         self.constraint: Constraint | None = None
+        self.drafting: object | None = None
         self.repeats: Int32 = _EMPTY
 
     @property
@@ -200,6 +203,7 @@ class Sequence:
         self.score = parent.score
         self.logprobs = None if parent.logprobs is None else list(parent.logprobs)
         self.constraint = None if parent.constraint is None else parent.constraint.fork()
+        self.drafting = None
         self.repeats = parent.repeats
 
     def append(self, decoding: Decoding, token: int) -> None:

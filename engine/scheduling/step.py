@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.scheduling.block_pool import PageHash
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.draft_costs import DraftGain
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
@@ -60,6 +61,7 @@ class Step:
         searches: the beam searches among the groups whose last answer is not known.
         ahead: another step is in flight: nothing is preempted for this one.
         num_drafts: tokens that may still be drafted: none once prompts have their turn.
+        gain: what drafts add to the step.
         kept_pages: those that running groups lack for what they have, where tokens are drafted.
     """
 
@@ -74,6 +76,7 @@ class Step:
     preempted: bool = False
     ahead: bool = False
     num_drafts: int = 0
+    gain: DraftGain = field(default_factory=lambda: DraftGain(None, 0))
     kept_pages: int = 0
 
     def begin_prompts(self) -> None:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from engine.text.writing import Pair, Writing
 from server.answering.argument_schemas import closed
 from server.answering.argument_values import Values
 from server.answering.bare_objects import BareObjects, shared_rules
 from server.answering.formats import CallFormat
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
-from server.workers.writing import Pair, Writing
 
 # One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import ConfigError
-from server.workers.writing import Pair, Writing
+from engine.text.writing import Pair, Writing
 
 _HERE = Path(__file__).parent
 AUTO, NONE, OWN = "auto", "none", "response_template"

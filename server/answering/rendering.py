@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from engine.text.conversations import fit_messages
 from engine.text.processor import Tokenizer
+from engine.text.writing import Writing
 from server.admission import CHARACTERS_PER_TOKEN
 from server.answering.formats import Formats
 from server.answering.prompt import Prompt, Room, encode_fitting, most_characters
@@ -26,7 +27,6 @@ from server.api.template_fields import TemplateFields
 from server.errors import ApiError, shown
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.templates import Conversation, Rendered
-from server.workers.writing import Writing
 
 logger = logging.getLogger("octavo.server")
 
@@ -151,7 +151,7 @@ class ChatRenderer:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
         The role developer is given to templates that know it; to all others it is system. Messages that a template
-        would refuse or lose are put so that it shows them (`server.workers.fitting`).
+        would refuse or lose are put so that it shows them (`engine.text.fitting`).
 
         Args:
             formats: how the model writes calls, and whether a system message tells of the tools.

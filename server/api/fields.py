@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_type_hints
@@ -127,6 +128,10 @@ _INSTEAD = {
 _SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _NAMES_SHOWN = 32
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
+_MOST_LOGGED = 64  # names; clients choose them
+_logged: set[str] = set()
+
+logger = logging.getLogger("octavo.server")
 
 
 def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
@@ -165,8 +170,16 @@ def unknown_fields(names: Iterable[str]) -> list[str]:
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header that lists these fields, where there are any that a header can hold."""
+    """The header that lists these fields, if a header can hold any of them. The log names each field once."""
     listed = [name for name in sorted(names) if _SENDABLE_NAME.fullmatch(name)][:_NAMES_SHOWN]
+    if new := [name for name in listed if name not in _logged][: _MOST_LOGGED - len(_logged)]:
+        _logged.update(new)
+        logger.warning(
+            "A request had fields that this server ignored or lowered: %s. The log names each field once; the "
+            "answer's header %s lists them every time.",
+            ", ".join(new),
+            IGNORED_HEADER,
+        )
     return {IGNORED_HEADER: ", ".join(listed)} if listed else {}
 
 

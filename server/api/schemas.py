@@ -371,6 +371,9 @@ class ModelCard(BaseModel):
     decoding: dict[str, bool | int | float | str] | None = Field(
         None, description="Default decoding parameters, for models that generate text."
     )
+    given_up_for_temperature: list[str] | None = Field(
+        None, description="Parameters in `decoding` that do not apply to requests with a `temperature`."
+    )
     embedding_size: int | None = Field(None, description="Dimensions of the vectors, for embedding models.")
     labels: list[str] | None = Field(None, description="Class names, for classification models.")
     catalogues: dict[str, int] | None = Field(

@@ -12,7 +12,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
         "distributed_executor_backend", "enforce_eager", "flash_prefill", "seed",
     ),
-    "batching": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
+    "batching": (
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling",
+        "speculative_config",
+    ),
     "KV cache": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
         "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",

@@ -342,7 +342,7 @@ class SettingsBase(ServerSettings, BaseSettings):
     def _split_files(cls, value: Any) -> Any:
         return _split(value)
 
-    @check_field("kv_events_config", mode="before", check_fields=False)
+    @check_field("kv_events_config", "speculative_config", mode="before", check_fields=False)
     @classmethod
     def _write_json(cls, value: Any) -> Any:
         return json.dumps(value) if isinstance(value, dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -13,24 +14,37 @@ if TYPE_CHECKING:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The sentences of a class's `Attributes:` section, by field name."""
-    text = (cls.__doc__ or "").partition("Attributes:")[2]
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 has cleaned it already
     docs: dict[str, str] = {}
-    for names, sentence in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", text, re.MULTILINE):
+    for names, sentence in re.findall(r"^ {4}(\w[\w, ]*): (.+(?:\n {8}.+)*)", text, re.MULTILINE):
         for name in names.split(", "):
             docs[name] = re.sub(r"\s+", " ", sentence)
     return docs
 
 
+_NEAR = 0.7  # likeness from which a name is suggested
+_SHORTENED = 0.95
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "; did you mean NEAR?" if something known is near, else nothing.
 
-    Nearest is what has the same words and perhaps more (max-length: max-model-len), else the most similar text.
+    The nearest name has the same words and perhaps more (max-length: max-model-len). Otherwise it is the most similar
+    text, or begins with the most similar text (tempp: temperature).
     """
     plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
     name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
     pool = [other for other in plain if _has_words(other, name)] or list(plain)
-    near = difflib.get_close_matches(name, pool, n=1, cutoff=0.6 if len(pool) == len(plain) else 0.0)
-    return f"; did you mean {plain[near[0]]}?" if near else ""
+    near = max(pool, key=lambda other: _likeness(name, other), default="")
+    is_near = near and (len(pool) < len(plain) or _likeness(name, near) >= _NEAR)
+    return f"; did you mean {plain[near]}?" if is_near else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1. A shortened name counts a little less than a whole one."""
+    whole = difflib.SequenceMatcher(None, name, other).ratio()
+    begun = difflib.SequenceMatcher(None, name, other[: len(name)]).ratio() if name[:1] == other[:1] else 0.0
+    return max(whole, _SHORTENED * begun)
 
 
 def _has_words(name: str, wanted: str) -> bool:

@@ -1,4 +1,4 @@
-"""The answer to each connection while the model loads: 503, and when to ask again."""
+"""The answer to each connection while the model loads: 503, the progress, and when to ask again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from socket import socket
 
+from engine.host.loading import Tell
 from server.config.settings import ServerSettings
 
 RETRY_AFTER = 5  # seconds
@@ -22,8 +23,9 @@ _MOST_BODY = 1 << 20  # bytes of a request that are read before its connection i
 
 
 @contextlib.contextmanager
-def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[None]:
-    """Answer connections to a bound socket by a thread within the block; the socket stays open after it.
+def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[Tell]:
+    """Answer connections to a bound socket by a thread within the block; the socket stays open after it. Gives what to
+    call with the percentage of the weights that are loaded, which the answers then name.
 
     Args:
         settings: with the certificate, if there is one.
@@ -35,15 +37,16 @@ def answering_while_loading(listener: socket, settings: ServerSettings, model_id
         tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     keys = settings.api_key or settings.api_key_file is not None
     shown = "The model" if keys else f"The model {model_id}"  # its name is for those who have a key
+    said = _Said(shown)
     loop = asyncio.new_event_loop()
     opened = loop.run_until_complete(
         # A copy of the socket, which asyncio closes at the end.
-        asyncio.start_server(partial(_answer, _response(shown), set()), sock=listener.dup(), ssl=tls, limit=_MOST_HEAD)
+        asyncio.start_server(partial(_answer, said, set()), sock=listener.dup(), ssl=tls, limit=_MOST_HEAD)
     )
     thread = threading.Thread(target=loop.run_forever, name="while-loading", daemon=True)
     thread.start()
     try:
-        yield
+        yield said.loaded
     finally:
         asyncio.run_coroutine_threadsafe(_finish(opened), loop).result()
         loop.call_soon_threadsafe(loop.stop)
@@ -65,13 +68,31 @@ async def _finish(opened: asyncio.Server) -> None:
     await asyncio.gather(*late, return_exceptions=True)
 
 
-def _response(model: str) -> tuple[bytes, bytes]:
+class _Said:
+    """The answer at this moment.
+
+    Attributes:
+        response: its head and body.
+    """
+
+    def __init__(self, model: str):
+        self._model = model
+        self.response = _response(model, None)
+
+    def loaded(self, percent: int) -> None:
+        """Name the progress from now on."""
+        self.response = _response(self._model, percent)
+
+
+def _response(model: str, percent: int | None) -> tuple[bytes, bytes]:
     """Head and body."""
+    done = "" if percent is None else f" ({percent}% of its weights)"
     error = {
-        "message": f"{model} is loading. Try again in {RETRY_AFTER} s.",
+        "message": f"{model} is loading{done}. Try again in {RETRY_AFTER} s.",
         "type": "server_error",
         "param": None,
         "code": "loading",
+        "percent": percent,
     }
     body = json.dumps({"error": error}).encode()
     head = (
@@ -85,12 +106,11 @@ def _response(model: str) -> tuple[bytes, bytes]:
 
 
 async def _answer(
-    response: tuple[bytes, bytes],
+    said: _Said,
     open_: set[asyncio.StreamWriter],
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    head, body = response
     if len(open_) >= _MOST_CONNECTIONS:
         writer.close()
         return
@@ -98,6 +118,7 @@ async def _answer(
     try:
         async with asyncio.timeout(_PATIENCE):
             request = await reader.readuntil(b"\r\n\r\n")
+            head, body = said.response
             writer.write(head if request.startswith(b"HEAD ") else head + body)
             await writer.drain()
             if writer.can_write_eof():

@@ -30,6 +30,8 @@ _COUNTERS = (
     ("encoder_hits", "Requests whose encoder input was encoded already, also when they resume.", "num_encoder_hits"),
     ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
     ("steps", "Engine steps.", "num_steps"),
+    ("draft_tokens", "Tokens that were drafted, those that a grammar forces included.", "num_draft_tokens"),
+    ("accepted_draft_tokens", "Drafted tokens that turned out right.", "num_accepted_draft_tokens"),
     ("kv_event_messages", "Messages about pages that are kept or dropped.", "num_kv_event_messages"),
     ("kv_event_drops", "Those of them that subscribers can have by replay alone.", "num_kv_event_drops"),
 )

@@ -86,8 +86,9 @@ def serve_several(
     read_api_keys(settings)  # what is wrong with them is said before the model loads
     workers = WorkerPool()
     try:
-        with answering_while_loading(listener.socket, settings, model_id):
-            client = load(config, settings, log_format, partial(ask_known, config, workers))  # fronts read tokenizers
+        with answering_while_loading(listener.socket, settings, model_id) as tell:
+            known = partial(ask_known, config, workers)
+            client = load(config, settings, log_format, known, tell)  # fronts read tokenizers
     finally:
         workers.close()
     folder = client.folder / "metrics"

@@ -39,6 +39,7 @@ def _card(service: Service) -> ModelCard:
         endpoints=served,
         inputs=_inputs(info),
         decoding=info.decoding or None,
+        given_up_for_temperature=list(info.given_up_for_temperature) or None,
         embedding_size=info.embedding_size or None,
         labels=list(info.labels) or None,
         catalogues={found.name: found.titles for found in info.catalogues} or None,

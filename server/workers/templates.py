@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from engine.text.conversations import Messages, render_conversation
-from server.workers.fitting import Roles, fitted, probe, shows_all, with_tool_prompt
-from server.workers.writing import HERMES, Writing
+from engine.text.fitting import Roles, fitted, probe, shows_all, with_tool_prompt
+from engine.text.writing import HERMES, Writing
 
 _MOST_SAID = 1000  # characters of what a template says about its failure
 _PROBE_TOOL = {

@@ -485,15 +485,20 @@ test("reasoning is folded, calls have boxes, and the token view is a toggle", as
   assert.deepEqual(await page.locator(".call pre").allInnerTexts(), ['{\n  "at": 1\n}', "red", "{}", "loud"]);
 });
 
-for (const [colorScheme, width, height] of [["light", 1280, 800], ["dark", 390, 844]]) {
-  test(`axe finds nothing, ${colorScheme}, ${width} by ${height}`, async () => {
+const check = async (page, state) => {
+  const { violations } = await page.evaluate(() => window.axe.run());
+  assert.deepEqual(violations.map(({ id, nodes }) => [id, nodes.map(({ html, failureSummary }) => [html, failureSummary])]), [], state);
+};
+
+// Each size and both colour schemes: the page follows both without a reload.
+const LOOKS = [[1920, 1080, "light"], [1280, 800, "dark"]];
+const PHONE = [[390, 844, "dark"], [390, 844, "light"]];
+for (const [name, looks] of [["a desktop", LOOKS], ["a phone", PHONE]]) {
+  test(`axe finds nothing on ${name}, light and dark`, async () => {
+    const [width, height, colorScheme] = looks[0];
     const page = await visit({ viewport: { width, height }, colorScheme, reducedMotion: "reduce" });
     await page.evaluate(axe.source);
-    const check = async (state) => {
-      const { violations } = await page.evaluate(() => window.axe.run());
-      assert.deepEqual(violations.map(({ id, nodes }) => [id, nodes.map(({ html, failureSummary }) => [html, failureSummary])]), [], state);
-    };
-    if (width > 500) await check("empty");
+    if (width > 500) await check(page, "empty");
     await ask(page, "Show me");
     await say(page, { reasoning_content: "Let me see" });
     await say(page, MARKDOWN);
@@ -505,9 +510,63 @@ for (const [colorScheme, width, height] of [["light", 1280, 800], ["dark", 390, 
     for (const box of ["#machine-box", "#settings-box"]) await page.click(`${box} > summary`);
     await page.waitForSelector("#machine-view:not([hidden])");
     if (width < 500) await page.click("#history-button");
-    await check("a conversation");
+    for (const [wide, high, scheme] of looks) {
+      await page.setViewportSize({ width: wide, height: high });
+      await page.emulateMedia({ colorScheme: scheme });
+      await check(page, `a conversation, ${scheme}, ${wide} by ${high}`);
+    }
     if (width < 500) return;
     await page.click("#tab-prompt");
-    await check("another tab");
+    await check(page, "another tab");
   });
 }
+
+test("every control is reached by Tab in the order of the page, and a conversation needs no mouse", async () => {
+  const page = await visit();
+  const walk = async (id) => {
+    for (let count = 0; count < 60; count++) {
+      await page.keyboard.press("Tab");
+      if ((await page.evaluate(() => document.activeElement.id)) === id) return;
+    }
+    assert.fail(`Tab does not reach #${id}`);
+  };
+  await walk("message");
+  await page.keyboard.type("Show me");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector('[aria-busy="true"]');
+  await say(page, `Code:\n\n\`\`\`js\nlet a = 1;\n\`\`\`\n\n[a link](https://example.org)`);
+  await page.keyboard.press("Escape");
+  await page.waitForFunction(() => !document.querySelector('[aria-busy="true"]'));
+  assert.equal(await page.evaluate(() => document.activeElement.id), "message", "Esc leaves the focus where it was");
+
+  // What a sighted user can press; of a group with one stop, such as tabs, arrows reach the others.
+  const wanted = await page.evaluate(() => {
+    window.places = new Map();
+    const controls = "a[href], button, input, select, textarea, summary, [tabindex]";
+    for (const element of document.querySelectorAll(controls)) {
+      if (element.checkVisibility({ visibilityProperty: true }) && !element.disabled && element.tabIndex >= 0) window.places.set(element, window.places.size);
+    }
+    document.activeElement.blur();
+    document.body.tabIndex = -1;
+    document.body.focus();
+    return [...window.places.keys()].map((element) => element.outerHTML.slice(0, 80));
+  });
+  assert.ok(wanted.length > 15, String(wanted.length));
+  const order = [];
+  for (let count = 0; count < wanted.length; count++) {
+    await page.keyboard.press("Tab");
+    const [place, outlined] = await page.evaluate(() => {
+      const { activeElement: on } = document;
+      const style = getComputedStyle(on);
+      return [window.places.get(on) ?? -1, style.outlineStyle !== "none" || style.boxShadow !== "none"];
+    });
+    assert.ok(outlined, `focus is seen on ${wanted[place]}`);
+    order.push(place);
+  }
+  assert.deepEqual(order.map((place) => wanted[place]), wanted);
+
+  await walk("new");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => !document.querySelector("#pane-chat .log").textContent.includes("Show me"));
+  await page.waitForFunction(() => document.activeElement.id === "message", null, { timeout: 5000 });
+});

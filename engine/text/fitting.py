@@ -8,12 +8,13 @@ its place.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from server.workers.writing import Writing
+from engine.text.writing import Writing
 
 Messages = list[dict[str, Any]]
 Roles = tuple[str, ...]
@@ -78,6 +79,22 @@ def shows_all(text: str, roles: Roles) -> bool:
     return True
 
 
+def shows_by(render: Callable[[Messages], str]) -> Shows:
+    """Whether a template shows all messages of some roles, by rendering them once.
+
+    Args:
+        render: renders messages with the template; ValueError if the template refuses them.
+    """
+
+    def shows(roles: Roles) -> bool:
+        try:
+            return shows_all(render(probe(roles)), roles)
+        except ValueError:
+            return False
+
+    return functools.cache(shows)
+
+
 def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     """The same messages, changed as little as the template needs.
 
@@ -95,7 +112,7 @@ def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
     return made
 
 
-def with_tool_prompt(messages: Messages, tools: Sequence[dict[str, Any]], writing: Writing) -> Messages:
+def with_tool_prompt(messages: Messages, tools: Sequence[Mapping[str, Any]], writing: Writing) -> Messages:
     """The messages with a system message that tells what the template cannot: which functions there are, and how they
     are called."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

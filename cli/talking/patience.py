@@ -1,0 +1,52 @@
+"""Waiting for a server that is still loading its model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from cli.errors import LoadingError, NoServerError, TalkError
+from cli.terminal.keys import keys_kept
+from cli.terminal.style import note
+from cli.terminal.waiting import waiting
+
+T = TypeVar("T")
+
+_BETWEEN = 0.5  # seconds between two questions
+
+
+def once_loaded(ask: Callable[[], T], url: str, timeout: float) -> T:
+    """The result of `ask`, repeated while the server is loading its model; shows the progress.
+
+    Args:
+        url: the server's address, as shown.
+        timeout: seconds without any progress after which to give up.
+
+    Raises:
+        TalkError: the server stopped, refused, or made no progress.
+    """
+    try:
+        return ask()
+    except LoadingError as problem:
+        progress = problem.percent
+    if not sys.stderr.isatty():
+        note(f"The server at {url} is still loading its model; waiting for it.")
+    with keys_kept(), waiting(f"the model at {url}") as show:
+        since = time.monotonic()
+        while True:
+            if progress is not None:
+                show(f"{progress}%")
+            time.sleep(_BETWEEN)
+            try:
+                return ask()
+            except LoadingError as problem:
+                if problem.percent != progress:
+                    progress, since = problem.percent, time.monotonic()
+            except NoServerError:
+                raise TalkError(f"The server at {url} stopped while it was loading its model.") from None
+            if time.monotonic() - since >= timeout:
+                raise TalkError(
+                    f"The server at {url} is still loading its model, without progress for {timeout:g} s (--timeout)."
+                )

@@ -1,0 +1,55 @@
+"""Settings of speculative decoding. The form is vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from engine.errors import ConfigError
+from engine.interface.json_settings import decoded
+
+NAME = "speculative_config"
+METHODS = ("ngram", "suffix", "off")
+MOST_DRAFTS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted.
+
+    Attributes:
+        method: ngram or suffix: what followed the longest earlier occurrence of the last tokens, in the prompt or the
+            answer. off: nothing.
+        num_speculative_tokens: the most drafts of a sequence in a step.
+    """
+
+    method: Literal["ngram", "suffix", "off"] = "ngram"
+    num_speculative_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {self.method!r}.")
+        number = self.num_speculative_tokens
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_DRAFTS:
+            raise ConfigError(
+                f"{NAME}: num_speculative_tokens must be an integer from 1 to {MOST_DRAFTS}, got {number!r}."
+            )
+
+
+_WITHOUT_EFFECT = ("prompt_lookup_min", "prompt_lookup_max")
+"""vLLM's fields that change no answer: Octavo always looks for the longest match."""
+
+
+def parse_speculative(given: Any) -> SpeculativeConfig:
+    """The settings in a mapping, in a JSON object as a text, or the method alone.
+
+    Raises:
+        ConfigError: it is none of them, or something in it is no setting, or out of range.
+    """
+    given = {"method": given} if given in METHODS else given
+    values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+    return SpeculativeConfig(**values)

@@ -1,0 +1,75 @@
+"""The time that a step takes for each further token. It decides how many drafts are worth their work."""
+
+from __future__ import annotations
+
+import math
+
+# Weight of past steps after each new one: the last hundred or so count.
+_MEMORY = 0.98
+# Share of a step of one token that a further one takes, until steps of several sizes were seen.
+_FIRST_SHARE = 0.2
+# Least spread of sizes (variance, tokens squared) from which the time of a token can be told.
+_LEAST_SPREAD = 0.2
+# Draft only what gains this much more than it costs: estimates are noisy.
+_MARGIN = 1.25
+
+
+class DraftCosts:
+    """A line through the last decoding steps: seconds = fixed + each * tokens, by least squares."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
+        self._share = _FIRST_SHARE
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step without prompts, of so many tokens, took so long."""
+        if tokens <= 0 or not 0.0 < seconds < math.inf:
+            return
+        self._weight = _MEMORY * self._weight + 1.0
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._squares = _MEMORY * self._squares + tokens * tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._products = _MEMORY * self._products + tokens * seconds
+        mean, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean * mean
+        if self._weight < 4.0 or spread < _LEAST_SPREAD:
+            return
+        each = (self._products / self._weight - mean * mean_seconds) / spread
+        one = mean_seconds + each * (1.0 - mean)
+        if one > 0.0:
+            self._share = min(max(each / one, 0.01), 1.0)
+
+    def seconds(self, tokens: int) -> float:
+        """The time of a step of so many tokens. A step of one token takes 1."""
+        return 1.0 + self._share * (tokens - 1)
+
+    @property
+    def share(self) -> float:
+        """The time of a further token."""
+        return self._share
+
+
+class DraftGain:
+    """What a step is expected to give for its time, as drafts are added to it.
+
+    Args:
+        costs: None if every draft is worth its time.
+        rows: decoding sequences of the step. Each gives a token without drafts.
+    """
+
+    def __init__(self, costs: DraftCosts | None, rows: int):
+        self._costs = costs
+        self._tokens = rows
+        self._expected = float(rows)
+
+    def is_worth(self, probability: float) -> bool:
+        """One more draft, which is right with this probability, raises the tokens of answers in a second."""
+        if self._costs is None:
+            return True
+        rate = self._expected / self._costs.seconds(self._tokens)
+        return probability > _MARGIN * rate * self._costs.share
+
+    def count(self, probability: float) -> None:
+        """This draft is part of the step."""
+        self._tokens += 1
+        self._expected += probability
