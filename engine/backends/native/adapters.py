@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,7 +68,8 @@ class AdapterTable:
         downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
         ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
         parts = [
-            _Part(*matrices, first, end - first) for *matrices, (_, first, end) in zip(downs, ups, blocks, strict=True)
+            _Part(down_part, up_part, first, end - first)
+            for down_part, up_part, (_, first, end) in zip(downs, ups, blocks, strict=True)
         ]
         made = (_LowRank * len(parts))(*(part.structure() for part in parts))
         self._parts[slot], self._kept[slot] = parts, made
@@ -99,9 +101,10 @@ def find_runs(slots: Tensor) -> Tensor | None:
     Args:
         slots: [T] int64 of each token, 0 for none.
     """
-    values, counts = torch.unique_consecutive(slots, return_counts=True)
-    runs = torch.stack((counts.cumsum(0) - counts, counts, values), dim=1)[values > 0]
-    return runs.contiguous() if len(runs) else None
+    values = slots.numpy()
+    firsts = np.flatnonzero(np.diff(values, prepend=-1))
+    runs = np.stack((firsts, np.diff(firsts, append=len(values)), values[firsts]), axis=1)[values[firsts] > 0]
+    return torch.from_numpy(runs) if len(runs) else None
 
 
 def _blocks(up: Tensor) -> Iterator[tuple[slice, int, int]]:
