@@ -61,7 +61,7 @@ class Loaded:
 
 
 class SettingsParser(OneLineParser):
-    """A command that takes settings as flags; `load` makes settings of what it parsed.
+    """A command that takes settings as flags. `load` makes settings of the parsed flags.
 
     Args:
         names: of the settings that are flags; all by default. The others come from variables and the file alone.
@@ -191,7 +191,7 @@ def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
 
 
 def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
-    """The settings and what else was given; ends the process with status 2 and one line if something is wrong."""
+    """The settings and the other arguments. If something is wrong, ends the process with status 2 and one line."""
     given = parser.parse_args(arguments)
     try:
         return parser.load(given), given

@@ -105,7 +105,7 @@ class Engine:
         self._log_start(time.monotonic() - started)
 
     def _prepare(self, config: EngineConfig, read: ConfigReader) -> None:
-        """Make what plans and drives the executor's steps."""
+        """Make the objects that plan and drive the executor's steps."""
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
@@ -200,7 +200,7 @@ class Engine:
         Args:
             request_id: unique among unfinished requests.
             input: token ids, or one of `EngineInput`'s kinds.
-            params: how to decode, or what to make of the input instead.
+            params: how to decode, or which results to compute from the input instead.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached pages.
             deadline: `time.monotonic()` seconds after which the request is ended with "abort".
@@ -277,9 +277,9 @@ class Engine:
         )
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Begin in a thread what `add_request` would take long for, so that it finds it: to compile what an answer must
-        look like, or to look up where repetitions end; None where nothing is left. What cannot be used is raised by the
-        future, as `add_request` would raise it."""
+        """Begin the slow work of `add_request` in a thread, so that `add_request` finds it done: compiling a grammar,
+        or looking up the breakers of repetitions. None if nothing is left to do. The future raises the errors that
+        `add_request` would raise."""
         compiling = None
         if params.structured_outputs is not None:
             compiling = self._grammars.begin(params.structured_outputs)
@@ -288,7 +288,7 @@ class Engine:
         return compiling
 
     def warm_grammars(self) -> None:
-        """Prepare in a thread what all grammars need, unless that is done."""
+        """Prepare the data that all grammars need, in a thread, unless that is done."""
         self._grammars.warm()
 
     @property
@@ -397,7 +397,7 @@ class Engine:
         return outputs
 
     def step_deltas(self) -> list[RequestDelta]:
-        """Run one step; only what is new. Do not mix with `step` for the same request."""
+        """Run one step. Returns only the news. Do not mix with `step` for the same request."""
         deltas = self._advance()
         for delta in deltas:
             if delta.finished:

@@ -81,8 +81,7 @@ class OctavoApp(FastAPI):
     From the outside in: the request's id, the shape of errors, the host and the origin, Starlette's handler of
     unexpected exceptions, HEAD, the drain, the API key, the request's trace where there are traces, the key's limits,
     the memory, what is refused while the service is full, the body's limits, the handlers of expected errors, the
-    routes. So every answer carries the id, all that an allowed web page is answered can be read by it, and no body is
-    taken without a key.
+    routes. So every answer carries the id, an allowed web page can read all answers, and no body is read without a key.
     """
 
     gate: Callable[[ASGIApp], ASGIApp]

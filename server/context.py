@@ -113,7 +113,7 @@ class Service:
 
     @property
     def admission(self) -> Gate:
-        """Bounds what generates."""
+        """Bounds requests that generate text."""
         return self.commons.generating
 
     @property

@@ -132,7 +132,7 @@ def _param(location: Sequence[Any]) -> str:
 
 
 def to_api_error(problem: Exception) -> ApiError:
-    """The answer to any exception; what is the server's own fault is logged and answered without detail."""
+    """The answer to any exception. The server's own failures are logged, and answered without detail."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, RequestValidationError):

@@ -42,7 +42,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
     """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted.
 
     Args:
-        early: what was read while the engine loaded; it counts where it is what the engine's model has.
+        early: the tokenizer that was read while the engine loaded; used if it is that of the engine's model.
     """
     if config.skip_tokenizer_init:
         return None
@@ -70,7 +70,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
 
 
 def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
-    """Log what is served, and how much of it."""
+    """Log the model's name, sizes and endpoints."""
     from server.answering.endpoints import served_endpoints  # with the app, while the engine loads
 
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"

@@ -136,8 +136,8 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Answers to conversations, in their order; all run together.
 
-        An answer may fill what is left of the context where neither max_tokens nor the model says otherwise. Calls of
-        tools are in its text as the model writes them.
+        If neither max_tokens nor the model sets a limit, an answer may fill the rest of the context. Calls of tools are
+        in its text as the model writes them.
 
         Args:
             messages: a conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
@@ -273,7 +273,7 @@ class LLM(PoolingMethods):
             use_tqdm: progress bars; None shows them in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model is no speech model, or cannot do what is wanted; or a sound is none.
+            InvalidRequestError: the model is no speech model, or does not support the request; or an input is no sound.
             ModelLoadError: its preprocessor's config cannot be used.
             RequestFailedError: the engine failed on a window.
         """

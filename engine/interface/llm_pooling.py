@@ -195,7 +195,7 @@ class PoolingMethods:
         """The numbers of a reward model: of each token where its head scores tokens, else of each input.
 
         Args:
-            use_activation: what the model's config makes of the numbers, not the numbers themselves.
+            use_activation: apply the activation that the model's config names.
             prompts, truncate_prompt_tokens, use_tqdm: as for `encode`.
 
         Raises:
@@ -217,11 +217,11 @@ class PoolingMethods:
     ) -> list[ScoreOutput]:
         """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
 
-        A model with one class reads both texts together (a cross-encoder), and its score is what its config's
-        activation makes of its number. Of a model that embeds, it is the cosine of the two vectors, of one that
-        has vectors of tokens for this (ColBERT) MaxSim, of one that has sparse vectors alone (SPLADE) their product;
-        each distinct text is embedded once, with the model's default prompt, if it has one, or with the model's
-        markers of queries and documents.
+        A model with one class reads both texts together (a cross-encoder), and its score is its number after the
+        activation that its config names. For a model that embeds, the score is the cosine of the two vectors. For a
+        model with a vector for each token (ColBERT), it is MaxSim. For a model with sparse vectors alone (SPLADE), it
+        is their product. Each distinct text is embedded once, with the model's default prompt, if it has one, or with
+        its markers of queries and documents.
 
         Args:
             text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
@@ -275,8 +275,8 @@ class PoolingMethods:
             inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
                 texts, as tuples or {"text": ..., "text_pair": ...}, and of models that read images images, as for
                 `embed`. A tuple of two texts is a pair.
-            use_activation: False gives the head's own numbers; None or True what the model's config makes of them,
-                probabilities as a rule. The scores of spans follow it.
+            use_activation: False returns the head's own numbers. None or True applies the activation of the model's
+                config, which usually gives probabilities. The scores of spans follow it.
             aggregation: how tokens are joined to spans (see `spans_of`).
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
             lora, lora_request: the adapter, as for `LLM.generate`.
@@ -373,7 +373,7 @@ class PoolingMethods:
         stride: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EntitiesOutput]:
-        """The parts of each text that are what one of the labels says (GLiNER).
+        """The parts of each text that match one of the labels (GLiNER).
 
         A text that is too long is read in windows that overlap.
 

@@ -1,5 +1,5 @@
 """The modules that hold the weights of the parts of `engine.model.spec` (positions: `rotary`, `bias`; experts:
-`experts`). What is computed with them is written down by `engine.model.program`.
+`experts`). `engine.model.program` describes the computation.
 
 T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
 initialised: the builder of a module fills them (`engine.model.weights`).

@@ -117,8 +117,8 @@ class Transformer(nn.Module):
         return stack
 
     def pack(self, quantization: Wanted | None = None) -> None:
-        """Make ready what has been filled: all matrices are laid out for their kernels, one after the other, and
-        stacks get the executors that run them from then on."""
+        """Prepare the filled parameters: all matrices are laid out for their kernels, one after the other, and stacks
+        get the executors that run them from then on."""
         if quantization is not None:
             quantisation.warn_if_slow(self.device)
         for module, kind in self.matrices(quantization):
@@ -227,9 +227,9 @@ class Transformer(nn.Module):
         return max(sizes)
 
     def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Held | None]]:
-        """All matrices, and what each becomes. The few numbers that choose an expert, open a
-        network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
-        least 8 bits."""
+        """All matrices, each with the format that it gets. The few numbers that choose an expert, open a network or
+        choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at least 8
+        bits."""
         kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, of plain matrices, which are small
@@ -274,15 +274,15 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """The shapes of what each decoder layer keeps of a token; empty for a model without a decoder."""
+        """The shapes of the values that each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = self.spec.decoder.attentions
         return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(self, inputs: Inputs) -> Tensor:
-        """The encoder's hidden states [Tp, features] of whole inputs. Where a decoder attends to them, its layers' keys
-        and values of them are stored in the pages of `inputs`."""
+        """The encoder's hidden states [Tp, features] of whole inputs. If a decoder attends to them, the keys and values
+        of its layers are stored in the pages of `inputs`."""
         assert self.encoder is not None
         embedding = self.encoder.embedding
         unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None

@@ -1,7 +1,7 @@
 """The server's connection to the engine: one interface, whatever the engine runs in.
 
-`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies;
-`AttachedEngineClient` is one more client of an engine that another process runs so.
+`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies.
+`AttachedEngineClient` is a further client of an engine that another process started.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ProcessEngineClient(ConnectedClient):
         config: the engine's settings.
         policy: what happens when the engine dies.
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
-        meanwhile: called while the engine loads: what else takes its time at start.
-        known: finds what the engine is told of the model, while its process imports torch.
+        meanwhile: called while the engine loads: other slow work of the start.
+        known: finds facts about the model for the engine, while its process imports torch.
         tell: called with the percentage of the weights that are loaded; not when the engine is started again.
 
     Attributes:

@@ -59,9 +59,9 @@ class EngineClient(ABC):
         adapter: str | None = None,
     ) -> None:
         """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
-        first, without choices, says that it was accepted, the last one has `finished` set. Or it is
-        called with what ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if
-        the engine died. It must not raise.
+        first, without choices, says that it was accepted, the last one has `finished` set. Or it is called with the
+        error that ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if the engine died.
+        It must not raise.
 
         Raises:
             InvalidRequestError: the id is in use, or the request cannot be said in a message.
@@ -165,4 +165,4 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop the engine and free what it holds; idempotent."""
+        """Stop the engine and free its resources; idempotent."""

@@ -44,9 +44,9 @@ class ConnectedClient(EngineClient):
     The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
     event loop at a time; the first call from another one moves it there.
 
-    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Where
-    more would be needed, the news of several steps is handed out together, which is less work: so a crowd that has to
-    be refused, or a new request, does not wait behind the tokens of hundreds of streams.
+    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Under
+    more load, the client handles the news of several steps together, which is less work: so a crowd that has to be
+    refused, or a new request, does not wait behind the tokens of hundreds of streams.
 
     Args:
         name: of this client among the engine's.
@@ -213,7 +213,7 @@ class ConnectedClient(EngineClient):
                 self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
 
     def _deliver_some(self) -> bool:
-        """Deliver what has come by now; whether there was anything."""
+        """Deliver the news that has arrived. Returns whether there was any."""
         received: list[bytes] = []
         with contextlib.suppress(zmq.Again):
             while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:

@@ -82,15 +82,15 @@ def kept_folder(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove it with what is in it; one that is gone already is fine."""
+    """Remove the folder and its files. It may be gone already."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineProcess:
     """One engine's process, from its start to its end.
 
-    It is made before it is started, so that an exception at any moment, of a signal's handler for example, finds what
-    to stop.
+    The object is made before the process is started. So an exception at any moment, for example of a signal's handler,
+    finds an object to stop.
 
     Args:
         config: the engine's settings.
@@ -130,7 +130,7 @@ class EngineProcess:
         """Start it; it is loading when this returns.
 
         Args:
-            known: finds what it is told of the model, while it imports what it needs.
+            known: finds facts about the model for the process, while it imports its modules.
 
         Raises:
             EngineDeadError: the process cannot be started.
@@ -166,8 +166,8 @@ class EngineProcess:
             tell: called with the percentage of the weights that are loaded.
 
         Raises:
-            OctavoError: what kept it from that, of the type raised there; EngineDeadError if the process
-                ended without a word.
+            OctavoError: the reason why it cannot, with the type raised there; EngineDeadError if the process ended
+                without a message.
         """
         while isinstance(reply := receive_reply(self.line), Loading):
             tell(reply.percent)

@@ -149,7 +149,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Client:
-    """A client, and what it has not been told yet."""
+    """A client, and the news that it has not received yet."""
 
     name: bytes
     num_commands: int = 0
@@ -188,7 +188,7 @@ class Loop:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out what has been asked, waiting for it if there is nothing to compute; then one step."""
+        """Carry out the commands, waiting for one if there is nothing to compute. Then run one step."""
         self._obey()
         if self._engine.has_unfinished_requests():
             deltas = self._engine.step_deltas()
@@ -260,7 +260,7 @@ class Loop:
                 del self._owners[command.request_id]
 
     def _dismiss(self, name: bytes) -> None:
-        """End all requests of a client that is gone. What it has sent may come later than this."""
+        """End all requests of a client that is gone. Its commands may arrive later than this."""
         self._dismissed.add(name)
         client = self._clients.pop(name, None)
         for key in [key for key in self._compiling if key[0] == name]:

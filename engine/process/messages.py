@@ -66,7 +66,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Known(msgspec.Struct, tag=True):
-    """The facts that the client has read while the engine's process imported what it needs.
+    """The facts that the client has read while the engine's process imported its modules.
 
     Attributes:
         folder: of the checkpoint.

@@ -135,7 +135,7 @@ def build_plan(
 
 
 def _tokens(row: Row) -> tuple[Int32, ...]:
-    """What is known of a row's tokens, and what is drafted. What is pending is the only token of its row."""
+    """The known tokens of a row, and its drafted ones. A pending token is the only one of its row."""
     known = row.sequence.tokens.view(row.start, min(row.start + row.count, row.sequence.num_tokens))
     if row.drafts:
         return known, _int32(row.drafts)

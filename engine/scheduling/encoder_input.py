@@ -22,8 +22,8 @@ class EncoderInput:
     Attributes:
         tokens: the input; zeros where it is a signal, one for each position.
         signal: what is read instead of tokens, if it is.
-        sides: what is known of the tokens beside their ids.
-        key: hash of the whole input and what its root covers.
+        sides: further values of the tokens, beside their ids.
+        key: hash of the whole input and of the values in its root.
         hashes: one per page.
         pages: where K and V are, or will be after this step; empty while the request waits.
         num_cached: tokens that were encoded already when the request was first admitted; None before.

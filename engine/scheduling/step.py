@@ -41,7 +41,7 @@ class SearchAhead:
 
     Attributes:
         rows: one for each beam. They have the sequences of the beams before that, until the answer says which they are.
-        pages: set aside for each row; 0 for none. Those that turn out not to be needed are given back.
+        pages: set aside for each row; 0 for none. Pages that turn out to be unnecessary are given back.
     """
 
     rows: list[Row]

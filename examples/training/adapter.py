@@ -30,7 +30,7 @@ def main() -> None:
     """Train the adapter and save it in PEFT's format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the adapter is saved")
-    parser.add_argument("--steps", type=int, default=200, help="steps of 32 examples (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of 32 examples (%(default)s)")
     args = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(BASE)

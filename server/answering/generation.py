@@ -53,9 +53,9 @@ class Update:
 class Generation:
     """The prompts of one HTTP request on their way through the engine.
 
-    A context: entering submits the prompts, leaving aborts what still runs. What a step brings is
-    turned into text, counted and acted upon (a stop string ends its choice) at the moment it comes,
-    whether the client reads or not. Unread news are merged, so they take no more memory
+    A context: entering submits the prompts, leaving aborts what still runs. The results of a step are turned into text,
+        counted and acted upon when they arrive, whether the client reads or not. For example, a stop string ends its
+        choice. Unread news are merged, so they take no more memory
     than the answer itself.
 
     Args:
@@ -197,7 +197,7 @@ class Generation:
         ]
 
     def _deliver(self, run: _Run, item: RequestDelta | OctavoError) -> None:
-        """Take what the client brings; nothing escapes into its loop."""
+        """Take the engine client's results. No exception escapes into its loop."""
         try:
             if isinstance(item, Exception):
                 run.ended = True

@@ -123,7 +123,7 @@ class TokenLogprob(BaseModel):
 
 
 class TokenLogprobContent(TokenLogprob):
-    """A token of the answer, and what was most probable in its place: the token itself first."""
+    """A token of the answer, and the most probable tokens in its place: the token itself first."""
 
     top_logprobs: list[TokenLogprob]
 

@@ -456,7 +456,7 @@ def shown(name: str, value: Any) -> Any:
 
 
 def _split(value: Any) -> Any:
-    """A list, or one text separated by commas, as a list; repeated flags may be both. What is neither stays."""
+    """A list, or one text separated by commas, as a list; repeated flags may be both. Other values stay as they are."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

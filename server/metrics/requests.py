@@ -1,4 +1,4 @@
-"""Prometheus metrics of what the server alone sees: how requests go, in the process that answers them."""
+"""Prometheus metrics that only the server can measure: how requests go, in the process that answers them."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class RequestMetrics:
         self._rejected.labels(reason).inc()
 
     def store_failed(self) -> None:
-        """The store of responses could not do what it was asked."""
+        """An operation of the store of responses failed."""
         self._store_failures.inc()
 
     def connection_dropped(self, kind: str) -> None:
