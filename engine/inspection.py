@@ -82,7 +82,7 @@ class ModelFacts:
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
-        max_num_seqs: most requests of which each has a row in a step.
+        max_num_seqs: most requests that can have a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
             0.0 for an encoder-only model.
         block_size: tokens a page holds.

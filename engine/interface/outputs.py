@@ -324,7 +324,7 @@ class SideInfo:
         length: inputs are cut to so many tokens, all included.
         filled: mask tokens fill inputs up to that length.
         attended: other tokens attend to those; else they have vectors, and no token attends to them.
-        ignored: tokens that have no vector. One that the vocabulary lacks stands for the unknown token.
+        ignored: tokens that have no vector. A marker that the vocabulary lacks stands for the unknown token.
         punctuation: nor has the first token of each of ASCII's punctuation marks.
     """
 

@@ -166,7 +166,7 @@ class Member:
 
     Args:
         trie: of the sequences, without the tokens that end answers.
-        end_ids: what may end an answer; none of them is a token of the trie.
+        end_ids: tokens that may end an answer. None of them is in the trie.
     """
 
     __slots__ = ("_first", "_last", "_may_end", "end_ids", "trie")

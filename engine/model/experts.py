@@ -171,7 +171,7 @@ class ExpertsFeedForward(nn.Module):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Modules of which this is the same run the same compiled kernels."""
+        """Modules with equal values of this run the same compiled kernels."""
         bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
         return self.part, self.down.outputs, self.up.weight.dtype, *bits
 

@@ -79,7 +79,7 @@ class Head(nn.Module):
 
 
 class Panel(nn.Module):
-    """Heads of which each reads a hidden state of its own, and whose numbers are averaged."""
+    """Several heads. Each reads a hidden state of its own, and their numbers are averaged."""
 
     def __init__(self, members: Sequence[Head]):
         super().__init__()

@@ -55,7 +55,7 @@ def pack_product(
     rows and is up to three times as fast at few, see docs/performance.md.
 
     Args:
-        quantization: what the weight becomes, or what it has become already.
+        quantization: the packed form of the weight, made or still to be made.
         amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
         device: of the product; None: the weight's.
         table: its rows are looked up as well, which oneDNN's packed form does not allow.
@@ -146,7 +146,7 @@ def pack_parts(
     quantization: Held | None,
     amx: bool,
 ) -> PackedProduct:
-    """The same product, where `takes_parts`, with a weight of which some rows at a time are there.
+    """The same product, if `takes_parts`, with a weight that arrives some rows at a time.
 
     Args:
         parts: see `gemm.pack_parts`.

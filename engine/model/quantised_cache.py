@@ -190,7 +190,7 @@ class Cache:
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:
-        """The entry, verified; None if there is none. One that is damaged is removed.
+        """The entry, verified; None if there is none. A damaged entry is removed.
 
         Args:
             verified: is told the name of each tensor of an entry whose checksum is right.

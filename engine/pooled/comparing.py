@@ -91,7 +91,7 @@ def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> 
 
 
 class Comparer:
-    """Scores of pairs, of a model that reads texts apart (`comparison_of` must not be None).
+    """Scores of pairs, for a model that reads the two texts separately (`comparison_of` must not be None).
 
     Attributes:
         task: what each text is asked for.

@@ -28,7 +28,7 @@ class Span:
         label: the class; of joined tokens without "B-" and "I-".
         score: of that class, the mean over joined tokens or words.
         start, end: characters [start, end) of the text; None where the tokenizer does not say (see `Encoding.offsets`).
-        text: what stands there, or what the tokens read.
+        text: its text, or the text of its tokens.
     """
 
     label: str

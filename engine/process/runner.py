@@ -95,7 +95,7 @@ class Failure(msgspec.Struct, tag=True):
     out_of_memory: bool
 
     def error(self) -> Exception:
-        """The exception, of the same type where that is the engine's own or says that memory was missing."""
+        """The exception again. Its type is the same for the engine's own exceptions and for missing memory."""
         own = getattr(errors, self.kind, None)
         if isinstance(own, type) and issubclass(own, OctavoError):
             return own(self.message)

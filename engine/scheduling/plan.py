@@ -42,8 +42,7 @@ class SamplingBatch:
         fill: gives `masks`, where they are not there yet (`filled`); None: they are.
         watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
             fewer ends with zeros. None: there are none.
-        spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
-            None: each row has one.
+        spans: [N + 1] the first of each sampled row's tokens. A row with drafts has several. None: each row has one.
         drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
         version: a batch of the same version as the one before it has the same table but for positions; all rows are
             one token further.

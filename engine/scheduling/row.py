@@ -34,7 +34,7 @@ class Row:
 
     @property
     def is_void(self) -> bool:
-        """The sequence has ended or was preempted since: what is computed here is for nothing."""
+        """The sequence has ended or was preempted since: the result of this row is dropped."""
         return self.num_releases != self.sequence.num_releases
 
     def belong(self, sequence: Sequence) -> None:

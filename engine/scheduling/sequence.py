@@ -103,11 +103,11 @@ class Sequence:
         num_in_flight: tokens after those that steps compute whose answers are not applied yet.
         num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet; where tokens were
             drafted, the most that there can be.
-        num_releases: how often it gave up its pages, or what was in flight for it; rows that were planned before are
-            for nothing.
+        num_releases: how often it gave up its pages or its rows in flight. The results of rows that were planned before
+            are dropped.
         table: pages, in order; 0 for those that are out of every layer's window.
-        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 where that is
-            to be found out.
+        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 if it is not
+            known yet.
         source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
@@ -219,7 +219,7 @@ class Sequence:
             constraint.accept(token)
 
     def void(self) -> None:
-        """Whatever is in flight for it is for nothing."""
+        """The results of its rows in flight are dropped."""
         self.num_in_flight = self.num_pending = 0
         self.num_releases += 1
 

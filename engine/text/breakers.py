@@ -52,7 +52,7 @@ class BreakerTokens:
         return found
 
     def begin(self, texts: Sequence[str] | None) -> Future[Breakers] | None:
-        """Look texts up in a thread; None where that is done already."""
+        """Look texts up in a thread; None if that is done already."""
         wanted = frozenset(DEFAULT_BREAKERS if texts is None else texts)
         with self._lock:
             if wanted in self._known:

@@ -86,7 +86,7 @@ class TranscriptionForm(SpeechForm):
     """Fields of POST /v1/audio/transcriptions besides `file`."""
 
     language: Name | None = Field(
-        None, description="What is spoken: a code such as en, or a name such as english; left out, it is detected."
+        None, description="Spoken language: a code such as en, or a name such as english. Default: detected."
     )
     timestamp_granularities: list[Granularity] | None = Field(
         None, max_length=2, description="Times in verbose_json: of each segment (as where it is left out), each word."
