@@ -91,8 +91,8 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, or of a checkpoint with quantised weights, how many bytes are in each format, the most
-            first (`Checkpoint.stored_bytes`).
+        stored: bytes in each format, the largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
+            quantised weights.
         hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """

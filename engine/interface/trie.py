@@ -162,7 +162,7 @@ def _repeated(sequences: Int64, nodes: Int64) -> Int64:
 
 
 class Member:
-    """An answer that is one of the sequences of a trie, and ends where one does.
+    """The constraint that an answer is one of the sequences of a trie.
 
     Args:
         trie: of the sequences, without the tokens that end answers.

@@ -285,7 +285,7 @@ class Entry:
                 verified(name)
 
     def take(self, matrix: Matrix, index: int) -> Quantised | Packed:
-        """A matrix, or that of an expert. A packed one is a view of the mapped file."""
+        """A matrix, or the matrix of an expert. A packed one is a view of the mapped file."""
         tensors = [self._tensors[name][index] for name in matrix.stored]
         if not native.available():  # torch computes with what it is given: it shall not be a file's pages
             tensors = [tensor.clone() for tensor in tensors]

@@ -208,7 +208,7 @@ class ConnectedClient(EngineClient):
             try:
                 self.on_news(news.deltas, news.stats)
             except Exception:  # an observer must not stop the news
-                logger.exception("what listens to the engine's news failed")
+                logger.exception("a listener for the engine's news failed")
         for request_id, failure in news.failed.items():
             self._hand_over(request_id, failure.error(), news.num_commands)
         for delta in news.deltas:

@@ -356,7 +356,7 @@ def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], 
 
 
 def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
-    """Launch a step whose masks are the next message, which is waited for where they are needed."""
+    """Launch a step. The next message holds its masks; the step waits for it when it needs them."""
     taken: list[Filled] = []
 
     def take() -> Masks:

@@ -49,7 +49,7 @@ class InFlightStep:
         is_part: it is a part of a step that could not be computed as a whole.
         was_postponed: it has failed before any other part of that step was computed.
         began: when planning it began, in seconds of `time.perf_counter()`.
-        ended: when it was over, if it was at the end of its launch.
+        ended: the time of its end, if it ended with its launch.
     """
 
     rows: list[Row]

@@ -1,4 +1,4 @@
-"""The way from a text, or a pair of texts, to an encoder's input: tokens, segments, and their places in the text."""
+"""An encoder's input from a text or a pair of texts: tokens, segments, and their places in the text."""
 
 from __future__ import annotations
 

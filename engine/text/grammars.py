@@ -98,7 +98,7 @@ def _refused(
 
 
 def plain(problem: str) -> str:
-    """A problem of llguidance's on one line. Limits are named in words that say what to change."""
+    """An error message of llguidance, on one line. Limits are named in words that say what to change."""
     for pattern, words in _EXCEEDED:
         if found := pattern.search(problem):
             return words.format(*found.groups())

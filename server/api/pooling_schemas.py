@@ -91,8 +91,8 @@ class ActivatedBody(PoolingBody):
 
     use_activation: bool | None = Field(
         None,
-        description="Apply the activation of the model's config, by default to probabilities (true). Cosines do not "
-        "change.",
+        description="Apply the activation of the model's config, which usually gives probabilities (true). Cosines do "
+        "not change.",
     )
     activation: bool | None = Field(None, description="Older name of use_activation.")
 

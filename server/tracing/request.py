@@ -1,4 +1,4 @@
-"""The spans of one request: the server's span, and what its record says about the time in between."""
+"""The spans of one request: the server's span, and spans for the phases in its record."""
 
 from __future__ import annotations
 
