@@ -208,7 +208,7 @@ class RequestRecord:
 
 
 class PoolingRecord(RequestRecord):
-    """The same of a request that is answered with numbers: vectors, classes, masked tokens."""
+    """The record of a request whose answer is numbers: vectors, classes, masked tokens."""
 
     __slots__ = ()
 
