@@ -55,7 +55,7 @@ class TorchFacts:
         version: such as 2.13.0+cpu.
         cuda, rocm: version of CUDA or ROCm it was built with; None for both in a CPU build.
         gpus: names of the GPUs it sees.
-        kernels: the instruction set of Octavo's own kernels for the CPU; "" where torch computes everything.
+        kernels: the instruction set of Octavo's own kernels for the CPU; "" if torch computes everything.
         no_kernels: why there are none.
     """
 
@@ -77,7 +77,7 @@ class ModelFacts:
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or quantised as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
+        weights_as_stored: with the quantization "stored"; 0 if the checkpoint has no quantised weights.
         resident: the memory of the engine's process on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
@@ -127,7 +127,7 @@ class CacheFacts:
     """The folder that keeps quantised weights.
 
     Attributes:
-        folder: None where they are not.
+        folder: None if they are not.
         entries, size: how many checkpoints' there are, and the bytes they take.
         problem: why none can be kept there; "" if they can.
     """

@@ -53,7 +53,7 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: the prompt's and the answer's.
-        text: of all tokens; None where the model has no tokenizer.
+        text: of all tokens; None if the model has no tokenizer.
         cum_logprob: sum of the log-probabilities of the answer's tokens.
         score: what answers are ranked by.
         finish_reason, stop_reason: as in `CompletionOutput`.

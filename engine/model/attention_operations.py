@@ -108,7 +108,7 @@ class Attend(HasRows):
 
     Attributes:
         module: what it belongs to.
-        kv: keys and values that lie beside the queries; None where they are in pages.
+        kv: keys and values that lie beside the queries; None if they are in pages.
         layer: whose pages; None for an encoder.
     """
 

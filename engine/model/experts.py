@@ -210,7 +210,7 @@ class ExpertsFeedForward(nn.Module):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
     def _admitted(self, x: Tensor, tokens: int, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 where an expert has as many
+        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 if an expert has as many
         tokens of an input as it takes."""
         weights, chosen = (found[:tokens] for found in self.route(x))
         if self.part.capacity is None:

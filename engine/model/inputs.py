@@ -18,7 +18,7 @@ class Adapters(Protocol):
     """The additions of low-rank adapters to products (arXiv:2106.09685); each row of a pass has one or none."""
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
+        """[Tp, out] for the rows x [Tp, in] of this product; None if no row has an adapter for it."""
         ...
 
 
@@ -44,11 +44,11 @@ class Inputs:
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
         sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
             side that is not there has its default for all.
-        adapters: None where no row has one.
+        adapters: None if no row has one.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32 values that rows are made of instead of tokens. `token_ids` are zeros then.
-        keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
+        keeper: None if nothing else reads queries; a pass that has one is run by torch, operation by operation.
         rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
     """
 

@@ -27,7 +27,7 @@ class PackedProduct:
         invariant: a row of it never depends on the others, however many there are.
         native: the weight, where our own kernels compute it on a CPU.
         few_bits: the weight, if it is quantised and on a GPU.
-        look_up: rows [N] of the weight in a format, [N, in]; None where they cannot be read from its packed form.
+        look_up: rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ Pieces = tuple[tuple[gemm.Kind, int], ...]
 def pieces_of(
     outputs: int, inputs: int, dtype: torch.dtype, quantization: Held | None, rotated: bool, amx: bool, table: bool
 ) -> Pieces:
-    """The form that `pack_product` gives a weight on a CPU; empty where our own kernels do not compute the product.
+    """The form that `pack_product` gives a weight on a CPU; empty if our own kernels do not compute the product.
 
     Args:
         dtype: of the weight if it is plain.

@@ -101,7 +101,7 @@ class Matrix:
         kind: what it becomes; None: it stays plain.
         count: 1, or how many experts.
         sources: what it is filled with, in words.
-        pieces: how our own kernels lay it out; empty where they do not.
+        pieces: how our own kernels lay it out; empty if they do not.
     """
 
     name: str

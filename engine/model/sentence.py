@@ -161,7 +161,7 @@ class Pipeline:
 
     Attributes:
         transformer: the folder that holds the transformer's config.json, weights and tokenizer.
-        modes: kinds of pooling whose vectors are laid side by side; empty where the pipeline has no pooling, None where
+        modes: kinds of pooling whose vectors are laid side by side; empty if the pipeline has no pooling, None where
             nothing is said.
         width: features of the hidden states that are pooled, where it says so.
         layers: what maps the pooled vector, in order.
@@ -340,7 +340,7 @@ def _modules(file: Path) -> list[Any]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """config_sentence_transformers.json; empty where there is none."""
+    """config_sentence_transformers.json; empty if there is none."""
     found = _object(file)
     kind = found.get("model_type", "SentenceTransformer")
     if kind not in ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "ColBERT"):

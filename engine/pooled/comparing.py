@@ -34,7 +34,7 @@ def sparse_of(pooled: Pooled, info: EngineInfo, tokenizer: Tokenizer | None) -> 
 
 
 def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one is zero."""
+    """The cosine of the angle between two vectors; 0 if one is zero."""
     one, other = _vector(a), _vector(b)
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
     return min(max(float(one @ other) / norms, -1.0), 1.0) if norms else 0.0

@@ -92,7 +92,7 @@ class EncoderBatch:
         token_ids: [E].
         starts: [N + 1] first flat token of each input.
         slots: [E] where each token's K and V for the decoder's layers go.
-        signals: what is read of each input instead of its tokens, which are zeros then; () where all are tokens. A
+        signals: what is read of each input instead of its tokens, which are zeros then; () if all are tokens. A
             model's inputs are all of one kind.
     """
 
@@ -140,7 +140,7 @@ class Searches:
         columns: [G] the column of the block tables that has the page which is written.
         fresh: [G] that page is a new one.
         scores: [N] accumulated scores of the beams before that step.
-        pages: [N] set aside for each row; 0 where it needs none in any case.
+        pages: [N] set aside for each row; 0 if it needs none in any case.
         stop_ids: [M] tokens that end beams, of all searches.
         stops: [G + 1] the first of each search's.
     """
@@ -191,7 +191,7 @@ class StepPlan:
         query_start: [R + 1] first flat token of each row.
         context_lens: [R] tokens of the sequence known to the cache after this step; of an encoder's input, those that
             are attended to, its first ones.
-        block_tables: [R, max blocks] page numbers; 0 where a row has fewer, and where none of its queries sees
+        block_tables: [R, max blocks] page numbers; 0 if a row has fewer, and where none of its queries sees
             the page.
         copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are
             read before any destination is written.
@@ -294,7 +294,7 @@ class StepResult:
             beam_width columns, best first).
         scores: [S, C] beam rows: processed log-probability of each candidate; -inf where impossible.
         logprobs: [S, C] under the model's own distribution.
-        ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
+        ranks: [S, C] rank under the model's own distribution, 0 if not asked for.
         top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
         watched: [S, W] log-probabilities of the batch's `watched` under the model's own distribution.
         accepted: [N] how many of each row's sampled tokens follow its sequence: those up to the first one that is

@@ -114,7 +114,7 @@ class Sequence:
         score: accumulated log-probability of the output.
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
-        constraint: of its output so far, None where all tokens may come.
+        constraint: of its output so far, None if all tokens may come.
         drafting: the drafter's knowledge of the sequence; None until it has been asked.
         repeats: for each place how many tokens up to there are those that the tokens ended with, when there were as
             many as it has places; never changed, but made anew (`engine.scheduling.repetition`).
@@ -172,7 +172,7 @@ class Sequence:
 
     @property
     def mask(self) -> Constraint | None:
-        """The constraint on the next tokens; None where any may come."""
+        """The constraint on the next tokens; None if any may come."""
         constraint = self.constraint
         return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
 
@@ -250,7 +250,7 @@ class SequenceGroup:
         encoder_input: the encoder's input and its pages, for an encoder-decoder model.
         source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
         favoured: its distinct tokens, where these are favoured or disfavoured.
-        biased: tokens with a bias, and their biases; None where there are none.
+        biased: tokens with a bias, and their biases; None if there are none.
         sequences: the live ones; one until the first sample. Beams: best first.
         status: where the group is.
         started: the first token was sampled.

@@ -21,7 +21,7 @@ class BreakerTokens:
     """The breakers of a model's requests, each set looked up once.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None where there is none; asked when the first set comes.
+        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first set comes.
         vocab_size: tokens of the model.
     """
 

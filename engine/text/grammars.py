@@ -432,7 +432,7 @@ class Grammars:
     """The grammars of a model's requests, compiled once each.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None where there is none; asked when the first grammar comes.
+        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first grammar comes.
         vocab_size: tokens of the model.
         eos_ids: those that end its answers.
         opens_texts: answers are texts of their own, not the continuation of one (encoder-decoder models).
@@ -476,7 +476,7 @@ class Grammars:
         return made.begun()
 
     def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
-        """Compile a grammar in a thread; None where it is compiled already."""
+        """Compile a grammar in a thread; None if it is compiled already."""
         with self._lock:
             return None if params in self._compiled else self._thread().submit(self.get, params)
 

@@ -177,7 +177,7 @@ _KEYWORDS = (
 
 
 def place_of(schema: Any, message: str) -> tuple[str, str] | None:
-    """The keyword that llguidance's message is about, and the path to the schema that has it; None where that is not
+    """The keyword that llguidance's message is about, and the path to the schema that has it; None if that is not
     known."""
     if (found := _UNKNOWN.search(message)) is not None:
         for keyword in re.findall(r'"(.*?)"', found[1]):

@@ -148,7 +148,7 @@ class Region(ABC):
 
     Args:
         opening: what opened it.
-        closing: the mark that ends it; None where it goes on to the answer's end, and what follows calls is text.
+        closing: the mark that ends it; None if it goes on to the answer's end, and what follows calls is text.
 
     Attributes:
         ended: its mark has come.

@@ -161,7 +161,7 @@ _OBJECT_SCHEMA = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "requir
 
 
 def read_image(item: dict[Any, Any]) -> Image | None:
-    """The image of an object; None where it is none."""
+    """The image of an object; None if it is none."""
     image = item.get("image")
     return Image(image) if isinstance(image, str) and set(item) == {"image"} else None
 

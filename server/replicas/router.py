@@ -122,7 +122,7 @@ async def _beginning(request_id: str, headers: dict[bytes, bytes]) -> bytes:
 
 
 def _queue(request_id: str) -> Any:
-    """The ASGI messages of a request that the replica has not fetched yet; None where they are not found."""
+    """The ASGI messages of a request that the replica has not fetched yet; None if they are not found."""
     for actor in worker.global_worker.actors.values():
         queues = getattr(getattr(actor, "http_proxy", None), "asgi_receive_queues", None)
         if queues is not None:

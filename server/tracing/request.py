@@ -81,7 +81,7 @@ class RequestTrace:
         """The last byte is sent, or there will be none.
 
         Args:
-            status: of the answer, None where there was none.
+            status: of the answer, None if there was none.
         """
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)

@@ -184,7 +184,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
 
     Args:
         scales: one number, [rows], or one for each block, [..., blocks of rows, blocks of columns].
-        block: rows and columns of a block; None where rows and columns divide evenly.
+        block: rows and columns of a block; None if rows and columns divide evenly.
     """
     numbers, factors = values.float(), _as_float(scales)
     if factors.numel() == 1:
