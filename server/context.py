@@ -72,7 +72,7 @@ class Service:
         drain: whether the service stops.
         memory: whether the process has too much.
         renderer: renders chat messages.
-        answers: how the model's answers to them are read.
+        answers: the object that reads the model's answers.
         grammars: tries what answers must look like, before the engine is asked.
         images: reads those of requests; None if that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.

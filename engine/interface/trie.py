@@ -220,7 +220,7 @@ class Member:
                     masks[place, token // 32] |= np.uint32(1 << token % 32)
 
     def fork(self) -> Member:
-        """The same state, which goes its own way."""
+        """A copy of the state, which continues independently."""
         other = Member.__new__(Member)
         other.trie, other.end_ids = self.trie, self.end_ids
         other._first, other._last, other._may_end = self._first, self._last, self._may_end

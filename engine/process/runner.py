@@ -44,7 +44,7 @@ _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what to load, and how to log: as the engine's process does.
+    """The first message: the settings for loading and for logging, which are those of the engine's process.
 
     Attributes:
         log_level: the root logger's.

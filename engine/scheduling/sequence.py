@@ -207,7 +207,8 @@ class Sequence:
         self.repeats = parent.repeats
 
     def append(self, decoding: Decoding, token: int) -> None:
-        """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
+        """Go on with a token. The sequence's constraint advances by the token, unless the token is forced or the
+        model's EOS."""
         if self.constraint is not None and token not in decoding.eos_ids:
             self._tell(self.constraint, decoding, token)
         elif isinstance(self.constraint, Lifting):

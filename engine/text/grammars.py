@@ -374,8 +374,8 @@ class GrammarConstraint:
 
     @staticmethod
     def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-        """`fill` of several of them at once; of requests with many answers, or whose masks took long before, one after
-        the other, so that none takes more than its time."""
+        """`fill` for several constraints at once. Requests with many answers, or with slow masks before, are filled one
+        after the other, so that none takes more than its share of time."""
         alone: dict[_Meter, list[tuple[GrammarConstraint, int]]] = {}
         for one, place in zip(constraints, places, strict=True):
             if isinstance(one, GrammarConstraint) and one.problem is None:

@@ -244,7 +244,7 @@ class _Exclusion:
         return self._objects_apart(one, other, depth)
 
     def _objects_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """Both are objects, and a property that one must have cannot be right for both."""
+        """Whether both are objects, and one requires a property that has no value valid for both."""
         if _types(one) & _types(other) != {"object"}:
             return False
         mine, theirs = one.get("properties"), other.get("properties")

@@ -152,7 +152,7 @@ class Region(ABC):
 
     Attributes:
         ended: its mark has come.
-        rest: what has not been read: once it has ended, what stands behind it.
+        rest: the unread text. Once the part has ended, the text behind it.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):

@@ -47,7 +47,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Serve takes the less busy one of the first list that takes it."""
+        """Lists of replicas, the best list first. Serve takes the less busy replica of the first list with a free
+        one."""
         fallback: list[list[RunningReplica]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(
             self, candidate_replicas, pending_request
         )

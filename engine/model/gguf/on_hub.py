@@ -1,4 +1,4 @@
-"""GGUF files on the hub. A repository has many: which one a model's name means."""
+"""GGUF files on the hub. A repository has many; the model's name selects one."""
 
 from __future__ import annotations
 
