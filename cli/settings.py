@@ -82,6 +82,8 @@ class SettingsParser(OneLineParser):
                 options["metavar"] = _metavar(name)
             if get_origin(_FIELDS[name].annotation) is tuple:
                 options["action"] = "append"  # before 2.16, pydantic-settings kept the last alone
+            if name == "lora_modules":  # as vLLM has it: several values after one flag
+                options |= {"action": "extend", "nargs": "+"}
             group = groups[group_of(name)] if name in names else elsewhere
             return (parser if name == "model" else group).add_argument(*flags, **options)
 

@@ -42,6 +42,7 @@ from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.response_store import ResponseStore, open_store
 from server.routes import (
+    adapters,
     answer,
     audio,
     chat,
@@ -243,6 +244,8 @@ def create_app(
         text_embeddings.facts,
     ):
         app.include_router(router)
+    if settings.enable_lora_loading is not None:
+        app.include_router(adapters.router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
     return app

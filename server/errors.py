@@ -137,6 +137,8 @@ def to_api_error(problem: Exception) -> ApiError:
         return problem
     if isinstance(problem, RequestValidationError):
         return describe_validation(list(problem.errors()))
+    if isinstance(problem, InvalidRequestError) and problem.code == "adapter_not_found":  # unloaded since it was chosen
+        return ApiError(404, str(problem), param="model", code="model_not_found")
     if isinstance(problem, InvalidRequestError):
         return ApiError(400, str(problem), param=problem.param, code=problem.code)
     if isinstance(problem, StarletteHTTPException):

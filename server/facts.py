@@ -86,6 +86,9 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
             "returns 400. If you know the template, set --chat-template to a file or a name such as chatml."
         )
     logger.info("Endpoints: %s.", endpoints)
+    if info.max_loras:
+        names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
+        logger.info("Adapters: %s; at most %d, up to rank %d.", names, info.max_loras, info.max_lora_rank)
 
 
 def _is_decoder(info: EngineInfo) -> bool:

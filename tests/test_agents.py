@@ -6,14 +6,20 @@ it, and is resumed.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -218,7 +224,7 @@ class Agent:
         program: below PACKAGES.
         shell: a call of its tool for shell commands.
         command: its arguments before what it is told.
-        resume: further ones, to go on with the last session; none: that needs a terminal.
+        resume: further ones, to go on with the last session; none: that needs a terminal (`resume_cline`).
         files: what it reads, by path in its home; @ stands for the service's address.
         environ: likewise.
         setup: arguments of a first run, which tells it where the service is.
@@ -339,10 +345,38 @@ def test_agents_of_npm(name: str, scripted: Callable[..., Scripted], folder: Pat
     assert "Fix the greeting, and run it." in first
     assert "hello world" in last.rpartition("</tool_call>")[2]
     resumed = [*command[:1], *agent.resume, *command[1:]] if node == "node" else [*command, *agent.resume]
-    if agent.resume:
+    if name == "cline":
+        resume_cline(program, folder, service)
+    else:
         assert "It did work." in run([*resumed, "Did it work?"], folder, environ, node)
         assert any("It says hello." in prompt for prompt in service.prompts if "Did it work?" in prompt)
     assert {status for path, status, _ in service.answers if path != "/v1/models"} == {200}
+
+
+def resume_cline(program: Path, folder: Path, service: Scripted) -> None:
+    """Cline goes on with a session only in a terminal, which shows the answer piece by piece: the request tells."""
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "TERM": "xterm-256color"}
+    environ |= {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    sessions = json.loads(run(["history", "--json"], folder, environ, str(program)))
+    number = len(service.answers)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execve(program, [str(program), "--id", sessions[0]["sessionId"]], environ)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+    try:
+        end, shown = time.monotonic() + 120, b""
+        while len(service.answers) == number and time.monotonic() < end:
+            if select.select([terminal], [], [], 1.0)[0]:
+                shown += os.read(terminal, 1 << 16)
+            elif b"anything" in shown:  # it has loaded, and waits
+                os.write(terminal, b"\r" if b"Did it" in shown else b"Did it work?")
+    finally:
+        os.kill(process, signal.SIGTERM)
+        os.close(terminal)
+        os.waitpid(process, 0)
+    assert "Did it work?" in service.prompts[-1]
+    assert "It says hello." in service.prompts[-1]
 
 
 EDIT = """I fix it.

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.interface.adapters import AdapterInfo
+
 Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
@@ -243,11 +245,12 @@ class EngineStats:
 
     `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
     `prefix_hits` counts the tokens that preempted requests found again; `prompt_tokens_cached` does not.
-    `num_encoder_hits` counts how often a request found its encoder input encoded already. `num_steps_ahead` counts the
-    steps that were planned before the answer of the one before them was known. `num_draft_tokens` counts tokens that
-    were expected and computed, `num_accepted_draft_tokens` those that came. `num_kv_event_messages` counts messages
-    about pages, `num_kv_event_drops` those that were not sent live. `lacks_room`: the first in line waits for rows or
-    pages, not for its part of a step.
+    `num_encoder_hits` counts how often a request found its encoder input encoded already.
+    `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
+    `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came.
+    `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` those that were not sent live.
+    `running_adapters`, `waiting_adapters`: the adapters of running and of waiting requests, sorted.
+    `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
     """
 
     num_running: int = 0
@@ -279,6 +282,8 @@ class EngineStats:
     num_kv_event_messages: int = 0
     num_kv_event_drops: int = 0
     peak_pages_held: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +481,8 @@ class EngineInfo:
         speech: the special tokens of a model that turns speech into text; None of others.
         signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
             without a vocabulary (`vocab_size` is 0) reads nothing else.
+        adapters: those that were loaded at the start.
+        max_loras, max_lora_rank: most adapters that are loaded at the same time, and their largest rank.
         model_file: the GGUF file that was loaded, for which the folder `model_path` stands; None: it is the model's.
     """
 
@@ -526,6 +533,9 @@ class EngineInfo:
     filler: int | None = None
     speech: SpeechInfo | None = None
     signal: SignalInfo | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
+    max_loras: int = 0
+    max_lora_rank: int = 0
     model_file: str | None = None
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidRequestError
+from engine.interface.adapters import AdapterInfo
 from engine.interface.constraints import Constraint
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS, Dry
 from engine.interface.pooling import Pooling, PoolingParams
@@ -526,6 +527,7 @@ class Request:
         decoding: how to decode, all defaults filled in.
         pooling: the wanted results of the prompt's hidden states, instead of an answer; None: an answer.
         sides: further values of each token of the prompt, beside its id.
+        adapter: the adapter that it runs with; None: the base model alone.
         priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it has no effect.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -543,6 +545,7 @@ class Request:
     pooling: Pooling | None = None
     sides: Sides = field(default_factory=dict, compare=False)
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
+    adapter: AdapterInfo | None = None
 
     @property
     def reach(self) -> int:

@@ -21,6 +21,7 @@ from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import kernels, spec
 from engine.model.activations import activate
+from engine.model.adapter_slots import AdapterSlots
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
@@ -69,6 +70,7 @@ class Linear(nn.Module):
         self.packed: PackedProduct | None = None
         self.stored: Held | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
         self.taken = False  # it is stored as just that
+        self.adapters: AdapterSlots | None = None  # where adapters may add to the product
 
     def pack(
         self,

@@ -102,6 +102,7 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         table = as_linears(checkpoint, table)
+        model.table = table
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # of a GGUF file it takes reading
         if quantization == "stored":

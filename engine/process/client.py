@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -147,7 +147,12 @@ class ProcessEngineClient(ConnectedClient):
     def _next_process(self) -> EngineProcess:
         self._launches += 1
         self._folder = kept_folder(self._folder)
-        return EngineProcess(self._config, self._folder, self._launches, self._log_format)
+        config, adapters = self._config, {}
+        if self._launches > 1 and self.info.max_loras:  # those of the last process, whoever loaded them
+            rank = self.info.max_lora_rank
+            config = replace(config, lora_modules=(), max_loras=self.info.max_loras, max_lora_rank=rank)
+            adapters = {adapter.name: adapter.path for adapter in self.adapters.values()}
+        return EngineProcess(config, self._folder, self._launches, self._log_format, adapters)
 
     def _adopt(self, ready: Ready) -> None:
         """Serve with the process that has just become ready."""

@@ -16,9 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -96,13 +97,21 @@ class EngineProcess:
         folder: from `make_folder`.
         number: distinguishes this process's socket from its predecessors'.
         log_format: of the process's log lines; None: it sets no logging up.
+        adapters: of an earlier process, see `Start`.
 
     Attributes:
         address: ZeroMQ address that the engine binds before it is ready.
         line: this side of the lifeline; there is one once it is started.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        number: int,
+        log_format: LogFormat | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._path = folder / f"engine-{number}"
         self.address = f"ipc://{self._path}"
         if not _downloads(config):
@@ -113,6 +122,7 @@ class EngineProcess:
             folder=str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format,
+            adapters=dict(adapters),
         )
         self._popen: subprocess.Popen[bytes] | None = None
 

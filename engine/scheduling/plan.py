@@ -94,12 +94,14 @@ class EncoderBatch:
         slots: [E] where each token's K and V for the decoder's layers go.
         signals: what is read of each input instead of its tokens, which are zeros then; () if all are tokens. A
             model's inputs are all of one kind.
+        sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
     """
 
     token_ids: Int32
     starts: Int32
     slots: Int32
     signals: tuple[Float32, ...] = ()
+    sides: Sides = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     def prepare(self, request: Request) -> dict[str, str]:
         """The headers of the answer, once the request's terms and record are made."""
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
         self.leave_out(*self.ignored_fields())
@@ -262,7 +262,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return RequestRecord(
             id=self.request_id,
             path=path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             stream=bool(self.body.stream),
             n=self.shape.n,
             arrival=self.arrival,

@@ -13,7 +13,6 @@ from engine import (
     InvalidRequestError,
     OctavoError,
     RequestDelta,
-    RequestFailedError,
     SamplingParams,
     TokenLogprobs,
     parse_bytes,
@@ -83,7 +82,7 @@ class Generation:
         ticket: Place,
         shown_special: frozenset[int] = frozenset(),
     ):
-        self._client = service.client
+        self._client, self._failure = service.client, service.failure
         self._metrics = service.metrics
         self._params = params
         self._terms = terms.keywords()
@@ -215,7 +214,7 @@ class Generation:
             self._num_unheard -= 1
         run.ended = delta.finished
         if delta.error is not None:
-            raise RequestFailedError(delta.error)
+            raise self._failure(delta.error, self._terms.get("adapter"))
         if delta.beams is not None and self._record.stream:
             self._beams.setdefault(run.index, []).append(delta.beams)
         for choice in run.processor.process(delta):

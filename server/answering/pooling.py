@@ -28,7 +28,6 @@ from engine import (
     Pooled,
     PoolingParams,
     RequestDelta,
-    RequestFailedError,
     TokenInput,
     parse_bytes,
 )
@@ -132,11 +131,11 @@ class PoolingRun(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer."""
         headers = ignored_header(self.body.ignored_fields())
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = PoolingRecord(
             id=self.request_id,
             path=request.url.path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             arrival=self.arrival,
             log_prompts=self.service.settings.log_prompts,
         )
@@ -308,7 +307,8 @@ class _Answers(Lane):
         elif item.pooled is None:
             late = item.error == "deadline"
             metrics.finished("abort" if late else "error")
-            self._fail(DeadlineError() if late else RequestFailedError(item.error or "the engine ended the request"))
+            reason = item.error or "the engine ended the request"
+            self._fail(DeadlineError() if late else self._service.failure(reason, self._terms.get("adapter")))
         elif (problem := self._too_much(run, item.pooled)) is not None:
             metrics.finished("error")
             self._fail(problem)
@@ -376,7 +376,7 @@ def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> byt
         "id": run.request_id,
         "object": "list",
         "created": run.created,
-        "model": run.service.model_id,
+        "model": run.service.name_of(run.terms),
         "usage": run.usage.model_dump(),
     }
     return b'%b,"%b":[%b]}' % (_write(rest)[:-1].encode(), name.encode(), b",".join(written))

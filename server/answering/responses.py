@@ -291,7 +291,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             self.called,
             self.service.client.info.decoding or {},
             id_=self.request_id,
-            model=self.service.model_id,
+            model=self.service.adapter_of(self.body.model) or self.service.model_id,
             created=self.created,
             store=store,
         )

@@ -30,7 +30,7 @@ class SpeechForm(ServedBody):
 
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     prompt: str | None = Field(None, description="A text that might have come before; its last tokens count.")
     response_format: ResponseFormat = Field("json", description="json, text, srt, vtt or verbose_json.")
     temperature: float = Field(

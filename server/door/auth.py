@@ -22,6 +22,7 @@ METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 ABOUT_PATHS = frozenset(
     {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
 )
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
@@ -37,6 +38,8 @@ def routed_path(scope: Scope) -> str:
 def roles_for(path: str) -> frozenset[Role]:
     """The roles of which a key needs one to ask for this path, as `routed_path` gives it. A path that is on no list may
     make the model work. That includes unknown routes."""
+    if path in ADMIN_PATHS:
+        return frozenset({Role.ADMIN})
     if path in METRICS_PATHS:
         return frozenset({Role.METRICS, Role.ADMIN})
     if path in ABOUT_PATHS or path.startswith(_ABOUT_FOLDERS):

@@ -102,6 +102,12 @@ class RequestMetrics:
         )
         for reason in _REJECTIONS:
             self._rejected.labels(reason)
+        self._adapters = Counter(
+            "octavo_lora_requests",
+            "Requests that were admitted for an adapter, by its name.",
+            labelnames=["lora_name"],
+            registry=registry,
+        )
         self._dropped = Counter(
             "octavo_connections_dropped",
             "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
@@ -190,6 +196,11 @@ class RequestMetrics:
     def finished(self, reason: str, count: int = 1) -> None:
         """Count answers that have ended for that reason."""
         self._by_reason[reason].inc(count)
+
+    def admitted(self, adapter: str | None) -> None:
+        """A request was admitted, for an adapter or for the base model."""
+        if adapter is not None:
+            self._adapters.labels(adapter).inc()
 
     def aborted(self, reason: str, count: int = 1) -> None:
         """Count requests that ended before their answers were complete."""
