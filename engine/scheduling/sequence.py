@@ -194,7 +194,7 @@ class Sequence:
         return self.hashes[:num_pages]
 
     def follow(self, parent: Sequence) -> None:
-        """Forget its own way, and go on as a copy of another of its group; which pages it has is another matter."""
+        """Become a copy of another sequence of the group. The caller takes care of the pages."""
         self.tokens.assign(parent.tokens, self.num_prompt)
         self.num_prompt = parent.num_prompt
         self.num_computed = parent.num_computed

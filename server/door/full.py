@@ -67,7 +67,7 @@ class FullGate:
         await self._app(scope, receive, send)
 
     async def _slow_down(self) -> None:
-        """Wait as long as there are too many refusals. A second's worth may come together."""
+        """Wait as long as there are too many refusals. Up to a second's refusals may come at once."""
         now = self._clock()
         self._due = min(max(self._due, now - 1.0) + 1 / AT_ONCE, now + LONGEST_PAUSE)
         if self._due > now and self._num_pausing < MOST_PAUSING:
