@@ -177,9 +177,9 @@ class Scheduler:
     def schedule_ahead(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
         """Plan the step after the one in flight, whose answer is not known; None if nothing can run before it is.
 
-        A token that is sampled in flight is named by `StepPlan.sources`. Groups wait whose step depends on more of that answer
-        than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted: where that is needed, no step is planned
-        ahead until `schedule()` has seen to it.
+        `StepPlan.sources` names a token that is sampled in flight. A group waits if its step depends on more of that
+        answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted. Where a preemption is needed, no
+        step is planned ahead until `schedule()` has made it.
         """
         if len(self.in_flight) != 1:
             raise AssertionError(f"schedule_ahead() was called with {len(self.in_flight)} steps in flight")
