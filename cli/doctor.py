@@ -109,7 +109,7 @@ def check_python() -> Finding:
 
 
 def check_torch(config: EngineConfig) -> Iterator[Finding]:
-    """torch can be imported, and what computes beside it."""
+    """Check that torch can be imported, and find the kernels."""
     try:
         from engine import inspect_torch
 
@@ -147,7 +147,7 @@ def check_threads(config: EngineConfig) -> Finding:
 
 
 def check_device(config: EngineConfig) -> Iterator[Finding]:
-    """The device is there; a GPU that is there is used, and what others have of it."""
+    """Check that the device exists, that an existing GPU is used, and how much of it others use."""
     from engine import inspect_device, inspect_gpu, inspect_torch
 
     facts = inspect_torch()
@@ -212,7 +212,7 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
 
 
 def check_memory(facts: ModelFacts) -> Finding:
-    """Weights and pages fit into what is free."""
+    """Check that weights and pages fit into the free memory."""
     form = "packed" if facts.quantization == "stored" else facts.quantization or facts.dtype
     weights = f"weights {_size(facts.weights)} ({form})"
     found = f"{weights}, no KV cache"

@@ -3,9 +3,10 @@
     python -I -m octavo.cli.healthcheck        what a container's HEALTHCHECK runs
     python -m octavo.cli.healthcheck --port 9000
 
-Where the service listens is found as the service itself finds it: its flags (given here too, or else read from its
-own command line in /proc), OCTAVO_* variables, the YAML file that these name, the defaults. The settings' own class
-is not used, nor anything beyond the standard library but for that file: this runs every few seconds beside the service.
+The address of the service is found in the same way as by the service itself: its flags (given here too, or else read
+from its own command line in /proc), OCTAVO_* variables, the YAML file that these name, the defaults. The settings' own
+class is not used, nor anything beyond the standard library but for that file: this runs every few seconds beside the
+service.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Loaded:
 
 
 class SettingsParser(OneLineParser):
-    """A command that takes settings as flags; `load` makes settings of what it parsed.
+    """A command that takes settings as flags. `load` makes settings of the parsed flags.
 
     Args:
         names: of the settings that are flags; all by default. The others come from variables and the file alone.
@@ -82,6 +82,8 @@ class SettingsParser(OneLineParser):
                 options["metavar"] = _metavar(name)
             if get_origin(_FIELDS[name].annotation) is tuple:
                 options["action"] = "append"  # before 2.16, pydantic-settings kept the last alone
+            if name == "lora_modules":  # as vLLM has it: several values after one flag
+                options |= {"action": "extend", "nargs": "+"}
             group = groups[group_of(name)] if name in names else elsewhere
             return (parser if name == "model" else group).add_argument(*flags, **options)
 
@@ -189,7 +191,7 @@ def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
 
 
 def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
-    """The settings and what else was given; ends the process with status 2 and one line if something is wrong."""
+    """The settings and the other arguments. If something is wrong, ends the process with status 2 and one line."""
     given = parser.parse_args(arguments)
     try:
         return parser.load(given), given

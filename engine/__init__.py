@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from engine.audio.transcribing import Thresholds, Transcription
-from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
+from engine.config import ADAPTER_NAME, DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
 from engine.errors import (
+    AdapterError,
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
@@ -19,6 +20,7 @@ from engine.errors import (
 )
 from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
+from engine.interface.adapters import AdapterInfo
 from engine.interface.cache_map import CacheMap, LiveRequest
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS
 from engine.interface.generation import (
@@ -29,6 +31,7 @@ from engine.interface.generation import (
     tokens_to_keep_free,
 )
 from engine.interface.kv_events import default_topic
+from engine.interface.llm_adapters import LoRARequest
 from engine.interface.outputs import (
     BeamMoves,
     ChoiceDelta,
@@ -96,6 +99,7 @@ if TYPE_CHECKING:
     from engine.text.chat_templates import read_template
 
 __all__ = [
+    "ADAPTER_NAME",
     "BIAS_RANGE",
     "CHAT_ROOM",
     "DEFAULT_MAX_TOKENS",
@@ -111,6 +115,8 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",
+    "AdapterError",
+    "AdapterInfo",
     "AudioInput",
     "BeamMoves",
     "BeamSearchParams",
@@ -132,6 +138,7 @@ __all__ = [
     "InvalidRequestError",
     "LabelScore",
     "LiveRequest",
+    "LoRARequest",
     "Logprob",
     "MaskedToken",
     "ModelFacts",

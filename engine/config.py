@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def parse_bytes(value: int | str, setting: str) -> int:
 
 DEFAULT_NUM_SEQS = 128
 DEFAULT_NUM_BEAMS = 16
+MOST_LORA_RANK = 256
+ADAPTER_NAME = re.compile(r"[\w./:-]{1,128}", re.ASCII)
 CATALOGUE_NUM_BEAMS = 256  # where answers are ranked by beams, many are asked for
 _LARGEST = 2**63 - 1  # what a message to the engine's process can carry
 
@@ -96,6 +99,12 @@ class EngineConfig:
         generation_config: auto applies the model's generation_config.json, none ignores it.
         max_num_beams: most beams a request may ask for (default: 16; with a catalogue 256, or max_num_seqs if that is
             lower).
+        lora_modules: NAME=PATH: a LoRA adapter to load at the start, a folder of PEFT or a GGUF file. Requests select
+            it by sending NAME as their model. Several values, repeated flags and vLLM's JSON form {"name": "sql",
+            "path": "adapters/sql"} work too.
+        max_loras: most LoRA adapters that are loaded at the same time (default: as many as lora_modules names; 0 turns
+            adapters off).
+        max_lora_rank: largest rank of an adapter, at most 256 (default: the largest of lora_modules, else 64).
         catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
             an object with text or ids. For several lists, repeat the flag or separate them by commas.
         seed: seed for requests without a seed of their own (default: random).
@@ -132,6 +141,9 @@ class EngineConfig:
     chat_template: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int | None = None
+    lora_modules: tuple[str, ...] = ()
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
     show_progress: bool | None = None
@@ -144,6 +156,7 @@ class EngineConfig:
         for name in ("threads", "max_model_len", "max_num_seqs", "max_num_beams", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        self._check_adapters()
         if self.max_num_batched_tokens < self.most_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -226,6 +239,35 @@ class EngineConfig:
         """The files of `catalogue` by their names."""
         return {name: path for name, _, path in (given.partition("=") for given in self.catalogue)}
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The paths of `lora_modules` by their names."""
+        return dict(map(_adapter, self.lora_modules))
+
+    @property
+    def most_loras(self) -> int:
+        """`max_loras`, or its default."""
+        return len(self.lora_modules) if self.max_loras is None else self.max_loras
+
+    def _check_adapters(self) -> None:
+        for name, low in (("max_loras", 0), ("max_lora_rank", 1)):
+            if getattr(self, name) is not None:
+                self._at_least(name, low)
+        if self.max_lora_rank is not None and self.max_lora_rank > MOST_LORA_RANK:
+            raise ConfigError(f"max_lora_rank must be at most {MOST_LORA_RANK}, got {self.max_lora_rank}.")
+        given: object = self.lora_modules
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(i, str) for i in given):
+            raise ConfigError(f"lora_modules must be a list of texts NAME=PATH, got {given!r}.")
+        object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
+        names = [_adapter(item)[0] for item in self.lora_modules]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"lora_modules has two adapters with the name {name}; names must be unique.")
+        if len(names) > self.most_loras:
+            raise ConfigError(
+                f"lora_modules names {len(names)} adapters, but max_loras is {self.max_loras}. Raise max_loras."
+            )
+
     def _check_catalogues(self) -> None:
         given: object = self.catalogue
         if isinstance(given, str) or not isinstance(given, Sequence):
@@ -253,3 +295,24 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
             raise ConfigError(f"{name} must be a number of at least 0, got {value!r}.")
+
+
+def _adapter(item: str) -> tuple[str, str]:
+    """The name and the path of an item of `lora_modules`.
+
+    Raises:
+        ConfigError: it is neither NAME=PATH nor vLLM's JSON.
+    """
+    name, _, path = item.partition("=")
+    if item.lstrip().startswith("{"):
+        try:
+            values = json.loads(item)
+            name, path = values["name"], values["path"]
+        except (ValueError, KeyError, RecursionError):
+            name = path = ""
+    if not isinstance(name, str) or not isinstance(path, str) or not ADAPTER_NAME.fullmatch(name) or not path:
+        raise ConfigError(
+            'lora_modules must be NAME=PATH or {"name": "NAME", "path": "PATH"}, the name of at most 128 letters, '
+            f"digits, and . _ - / :, such as sql=adapters/sql, got {item!r}."
+        )
+    return name, path

@@ -21,6 +21,7 @@ from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
 from engine.host.cpus import choose_threads
+from engine.interface.adapters import AdapterInfo, AdapterRegistry
 from engine.interface.cache_map import CacheMap
 from engine.interface.generation import GenerationDefaults, load_defaults, log_fallback, plain_defaults, resolve
 from engine.interface.inputs import (
@@ -38,6 +39,7 @@ from engine.interface.reasoning import LimitedReasoning, check_no_beams
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.interface.speech import timed
+from engine.model.adapters import Adapter
 from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
@@ -103,7 +105,7 @@ class Engine:
         self._log_start(time.monotonic() - started)
 
     def _prepare(self, config: EngineConfig, read: ConfigReader) -> None:
-        """Make what plans and drives the executor's steps."""
+        """Make the objects that plan and drive the executor's steps."""
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
@@ -167,9 +169,13 @@ class Engine:
         )
         self.info = dataclasses.replace(self.info, catalogues=self._catalogues.infos)
         self._random = random.Random(config.seed)
+        self._adapters = AdapterRegistry(config.most_loras)
         self._outputs: dict[str, RequestOutput] = {}
         self._crossed = False  # a request has been told of
         self._closed = False
+        for name, adapter in config.adapters.items():
+            self.load_adapter(name, adapter)
+        self.info = dataclasses.replace(self.info, adapters=tuple(self._adapters))
 
     @property
     def runner(self) -> ModelRunner:
@@ -187,17 +193,19 @@ class Engine:
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; the queue itself is not bounded.
 
         Args:
             request_id: unique among unfinished requests.
             input: token ids, or one of `EngineInput`'s kinds.
-            params: how to decode, or what to make of the input instead.
+            params: how to decode, or which results to compute from the input instead.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached pages.
             deadline: `time.monotonic()` seconds after which the request is ended with "abort".
             tenant: on whose behalf it is; tenants that wait are served in turn.
+            adapter: the name of the adapter that it runs with (`load_adapter`); None: the base model alone.
 
         Raises:
             InvalidRequestError: the request can never run; nothing was changed.
@@ -212,6 +220,7 @@ class Engine:
             "cache_salt": cache_salt,
             "deadline": deadline,
             "tenant": tenant,
+            "adapter": self._adapters.find(adapter),
         }
         if isinstance(params, PoolingParams):
             self._add_pooling(input, params, terms)
@@ -268,9 +277,9 @@ class Engine:
         )
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Begin in a thread what `add_request` would take long for, so that it finds it: to compile what an answer must
-        look like, or to look up where repetitions end; None where nothing is left. What cannot be used is raised by the
-        future, as `add_request` would raise it."""
+        """Begin the slow work of `add_request` in a thread, so that `add_request` finds it done: compiling a grammar,
+        or looking up the breakers of repetitions. None if nothing is left to do. The future raises the errors that
+        `add_request` would raise."""
         compiling = None
         if params.structured_outputs is not None:
             compiling = self._grammars.begin(params.structured_outputs)
@@ -279,7 +288,7 @@ class Engine:
         return compiling
 
     def warm_grammars(self) -> None:
-        """Prepare in a thread what all grammars need, unless that is done."""
+        """Prepare the data that all grammars need, in a thread, unless that is done."""
         self._grammars.warm()
 
     @property
@@ -339,6 +348,39 @@ class Engine:
         if not self.scheduler.knows(request_id):
             self._outputs.pop(request_id, None)
 
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The loaded adapters by their names."""
+        return {info.name: info for info in self._adapters}
+
+    def load_adapter(self, name: str, source: Adapter | str) -> AdapterInfo:
+        """Load a low-rank adapter; requests that run go on.
+
+        Args:
+            name: requests choose the adapter by it.
+            source: the adapter's folder or file, or the adapter itself, if the model is loaded in this process.
+
+        Raises:
+            AdapterError: all `max_loras` slots are taken, the name is, or the adapter does not fit the model; nothing
+                was changed.
+        """
+        info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
+        self._adapters.add(info)
+        logger.info("Loaded the adapter %s from %s (%.1f MiB)", name, info.path, info.num_bytes / (1 << 20))
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Its unfinished requests end with an error, which the next step tells.
+
+        Raises:
+            AdapterError: no adapter has this name.
+        """
+        info = self._adapters.pop(name)
+        groups = [group for group in self.scheduler.groups() if group.request.adapter is info]
+        self.scheduler.end(groups, f"the adapter {name!r} was unloaded while the request ran.")
+        self.executor.unload_adapter(info.slot)
+        logger.info("Unloaded the adapter %s", name)
+
     def has_unfinished_requests(self) -> bool:
         """Another `step` has something to do."""
         return self.scheduler.has_unfinished()
@@ -355,7 +397,7 @@ class Engine:
         return outputs
 
     def step_deltas(self) -> list[RequestDelta]:
-        """Run one step; only what is new. Do not mix with `step` for the same request."""
+        """Run one step. Returns only the news. Do not mix with `step` for the same request."""
         deltas = self._advance()
         for delta in deltas:
             if delta.finished:
@@ -385,6 +427,8 @@ class Engine:
         if self._publisher is not None:
             stats.num_kv_event_messages = self._publisher.num_messages
             stats.num_kv_event_drops = self._publisher.num_dropped
+        if any(True for _ in self._adapters):
+            stats.running_adapters, stats.waiting_adapters = self.scheduler.adapters_in_use()
         return stats
 
     def cache_map(self) -> CacheMap:

@@ -41,6 +41,10 @@ class InvalidRequestError(OctavoError, ValueError):
         self.code = code
 
 
+class AdapterError(OctavoError, ValueError):
+    """A low-rank adapter cannot be loaded or unloaded."""
+
+
 class RequestFailedError(OctavoError):
     """A request was accepted and then failed inside the engine."""
 

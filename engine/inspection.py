@@ -78,7 +78,7 @@ class ModelFacts:
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or quantised as the settings say.
         weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
-        resident: what the engine's process takes on a CPU before its first request; 0 on a GPU.
+        resident: the memory of the engine's process on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.

@@ -35,17 +35,18 @@ class _Account:
 
 
 class Admission:
-    """Counts the prompts in the service and the prompt tokens that wait; refuses what is beyond the bounds.
+    """Counts the prompts in the service and the prompt tokens that wait. Refuses requests beyond the bounds.
 
     A prompt is in the service from its reservation until its answers are complete, or it was refused or
     aborted. It waits, and its tokens do, from the reservation until its first token has come. A request that finds no
     waiting tokens is admitted whatever its size: no valid prompt is refused for ever.
 
-    Tenants share the bounds. Where several have something in the service, one that would have no more than its equal
-    share of a bound is admitted beyond it, by an eighth of the bound, while others are refused at the bound itself: so
-    what one has filled goes over to others as it ends.
+    Tenants share the bounds. If several tenants have requests in the service, a tenant within its equal share of a
+    bound may exceed the bound by an eighth. Other tenants are refused at the bound. So capacity that one tenant has
+    filled passes to the others as its requests end.
 
-    How long a new prompt would wait is what is served before it, tenants in turn, at the recent pace of first tokens.
+    The waiting time of a new prompt is estimated from the prompts that are served before it, tenants in turn, and from
+    the recent pace of first tokens.
 
     Args:
         max_running: prompts that can be worked on at the same time.

@@ -42,6 +42,7 @@ from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.response_store import ResponseStore, open_store
 from server.routes import (
+    adapters,
     answer,
     audio,
     chat,
@@ -80,8 +81,7 @@ class OctavoApp(FastAPI):
     From the outside in: the request's id, the shape of errors, the host and the origin, Starlette's handler of
     unexpected exceptions, HEAD, the drain, the API key, the request's trace where there are traces, the key's limits,
     the memory, what is refused while the service is full, the body's limits, the handlers of expected errors, the
-    routes. So every answer carries the id, all that an allowed web page is answered can be read by it, and no body is
-    taken without a key.
+    routes. So every answer carries the id, an allowed web page can read all answers, and no body is read without a key.
     """
 
     gate: Callable[[ASGIApp], ASGIApp]
@@ -244,6 +244,8 @@ def create_app(
         text_embeddings.facts,
     ):
         app.include_router(router)
+    if settings.enable_lora_loading is not None:
+        app.include_router(adapters.router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
     return app

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from engine import EngineDeadError
+from engine import EngineDeadError, RequestFailedError
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server.answering.fair_slots import FairSlots
@@ -113,7 +113,7 @@ class Service:
 
     @property
     def admission(self) -> Gate:
-        """Bounds what generates."""
+        """Bounds requests that generate text."""
         return self.commons.generating
 
     @property
@@ -137,7 +137,9 @@ class Service:
             ApiError: there is no room, or none in time.
         """
         self._check_alive(counts=not patient)
-        return await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
+        place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
+        self.metrics.admitted(terms.adapter)
+        return place
 
     async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
         """A place for a request whose inputs, however many, have about so many tokens together.
@@ -147,7 +149,9 @@ class Service:
             ApiError: there is no room.
         """
         self._check_alive()
-        return await self.pooling.admit(1, tokens, terms.tenant)
+        place = await self.pooling.admit(1, tokens, terms.tenant)
+        self.metrics.admitted(terms.adapter)
+        return place
 
     def _check_alive(self, *, counts: bool = True) -> None:
         if not self.client.is_alive:
@@ -161,11 +165,27 @@ class Service:
         Raises:
             ApiError: 404, code model_not_found.
         """
-        if model is None or model == self.model_id:
+        if model is None or model == self.model_id or model in self.client.adapters:
             return
         if exactly or self.settings.strict_model_name or model not in ANY_MODEL:
-            message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}."
+            adapters = f" and the adapters {', '.join(map(shown, self.client.adapters))}" * bool(self.client.adapters)
+            message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}{adapters}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request means by its model; None: the base model."""
+        return model if model in self.client.adapters else None
+
+    def failure(self, reason: str, adapter: str | None) -> Exception:
+        """The error of a request that has failed in the engine."""
+        if adapter is None or adapter in self.client.adapters:
+            return RequestFailedError(reason)
+        message = f"The adapter {shown(adapter)} was unloaded while the request ran."
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def name_of(self, terms: Terms) -> str:
+        """The model's name in the answer to a request: that of its adapter, if it has one."""
+        return terms.adapter or self.model_id
 
     async def render(
         self,

@@ -73,11 +73,11 @@ class Runs(Protocol):
     """Calls in the store's thread."""
 
     async def __call__(self, work: Callable[..., T], *args: Any) -> T:
-        """What the work returns."""
+        """The result of the work."""
 
 
 class Conversations:
-    """Conversations by id, those of each tenant apart. Where one is not there, or too old, the answer is None.
+    """Conversations by id, those of each tenant apart. If a conversation is missing or too old, the result is None.
 
     Args:
         database: of the store.
@@ -85,7 +85,7 @@ class Conversations:
         transaction: around changes.
         now: seconds since 1970.
         oldest: those that were last used before that are too old.
-        make_room: ends a change: others go if there is no room. It is given the id of what stays.
+        make_room: ends a change: others go if there is no room. It gets the id of the item that stays.
         overwrite: called after a deletion, so that nothing is left of the text.
     """
 

@@ -18,7 +18,7 @@ _TIME_LIMIT = 60.0  # seconds for a config
 
 
 def import_app() -> None:
-    """Import the routes and what serves them, which takes half a second."""
+    """Import the routes and the server, which takes half a second."""
     from server import app, lone  # noqa: F401
 
 
@@ -34,8 +34,8 @@ def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
 
 
 def read_early(config: EngineConfig, settings: ServerSettings) -> EarlyTokenizer | None:
-    """The tokenizer that the model will probably have, and what reads its answers; None where that is not known, or
-    where it cannot be read, which is said once the engine has loaded."""
+    """The tokenizer that the model will probably have. None if it is not known or cannot be read; the error then comes
+    once the engine has loaded."""
     from server.app import make_reader
 
     source = config.tokenizer or known_folder(config.model)

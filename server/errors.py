@@ -132,11 +132,13 @@ def _param(location: Sequence[Any]) -> str:
 
 
 def to_api_error(problem: Exception) -> ApiError:
-    """The answer to any exception; what is the server's own fault is logged and answered without detail."""
+    """The answer to any exception. The server's own failures are logged, and answered without detail."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, RequestValidationError):
         return describe_validation(list(problem.errors()))
+    if isinstance(problem, InvalidRequestError) and problem.code == "adapter_not_found":  # unloaded since it was chosen
+        return ApiError(404, str(problem), param="model", code="model_not_found")
     if isinstance(problem, InvalidRequestError):
         return ApiError(400, str(problem), param=problem.param, code=problem.code)
     if isinstance(problem, StarletteHTTPException):

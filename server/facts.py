@@ -42,7 +42,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
     """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted.
 
     Args:
-        early: what was read while the engine loaded; it counts where it is what the engine's model has.
+        early: the tokenizer that was read while the engine loaded; used if it is that of the engine's model.
     """
     if config.skip_tokenizer_init:
         return None
@@ -70,7 +70,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
 
 
 def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
-    """Log what is served, and how much of it."""
+    """Log the model's name, sizes and endpoints."""
     from server.answering.endpoints import served_endpoints  # with the app, while the engine loads
 
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
@@ -86,6 +86,9 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
             "returns 400. If you know the template, set --chat-template to a file or a name such as chatml."
         )
     logger.info("Endpoints: %s.", endpoints)
+    if info.max_loras:
+        names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
+        logger.info("Adapters: %s; at most %d, up to rank %d.", names, info.max_loras, info.max_lora_rank)
 
 
 def _is_decoder(info: EngineInfo) -> bool:

@@ -22,7 +22,7 @@ class Place(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release what is still held; idempotent."""
+        """Release everything that is still held; idempotent."""
 
     async def measured(self, tokens: Sequence[int]) -> None:
         """Replace the estimate by each prompt's number of tokens.

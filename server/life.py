@@ -49,7 +49,7 @@ def load(
     """Start the engine; blocks until it can serve.
 
     Args:
-        known: finds what the engine is told of the model; called while it imports what it needs.
+        known: finds facts about the model for the engine; called while the engine imports its modules.
         tell: called with the percentage of the weights that are loaded.
         meanwhile: called then, while the engine loads.
 

@@ -119,7 +119,7 @@ def _validation_errors() -> tuple[type[BaseException], ...]:
 
 
 def _unsafe_lines(problem: BaseException, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Lines of the message of this exception, and of all that are shown with it, and what may stand there."""
+    """The lines of the messages of this exception and of all exceptions shown with it, and their replacements."""
     seen.add(id(problem))
     if isinstance(problem, _validation_errors()):
         for line in str(problem).splitlines():

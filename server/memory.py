@@ -40,7 +40,7 @@ def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
     """Bytes that this process, which is about to serve, may have; None: as many as it gets.
 
     Args:
-        setting: max_api_memory: a size, 0 for no limit, or None for what it has now and `_SHARE` of what is free.
+        setting: max_api_memory: a size, 0 for no limit, or None for its present size and `_SHARE` of the free memory.
         num_processes: so many share that.
 
     Raises:
@@ -95,7 +95,7 @@ class MemoryGuard:
         return self._exceeded
 
     def refusal(self) -> ApiError:
-        """The answer to what is refused meanwhile. Its body is not read."""
+        """The answer to a request that is refused meanwhile. Its body is not read."""
         message = (
             f"The service uses more memory than the limit of {(self._limit or 0) // _MIB} MiB (max_api_memory) and "
             f"accepts "

@@ -1,7 +1,7 @@
 """Answers of /v1/responses that are kept: a SQLite file, with limits of age and size.
 
-SQLite's calls block, so a thread of its own makes all of them. What a tenant has stored no other one can see, and when
-the file is full, the tenant with the most loses its oldest first.
+SQLite's calls block, so a thread of its own makes all of them. No tenant can see the responses of another. When the
+file is full, the tenant with the most data loses its oldest responses first.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class ResponseStore:
         return await self._run(self._get, id_, tenant or "")
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Whether there was one to delete. What went on from it cannot be gone on from any more.
+        """Whether there was one to delete. Responses that continue it can no longer be continued.
 
         Raises:
             StoreError: the file cannot be written.
@@ -511,8 +511,8 @@ class ResponseStore:
         return found
 
     def _overwrite(self) -> None:
-        """Carry the log over into the file and empty it: both hold deleted text until then. Where another process is
-        in the way for long, the next purge tries again."""
+        """Carry the log over into the file and empty it: both hold deleted text until then. If another process blocks
+        it for long, the next purge tries again."""
         self._has_remains = True
         busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._has_remains = bool(busy)
@@ -602,12 +602,12 @@ class Presence:
         return self.name
 
     def sweep(self) -> None:
-        """Remove what processes that do not run any more have left."""
+        """Remove the data of processes that no longer run."""
         for path in self._path.parent.glob(f"{glob.escape(self._path.name)}-*.lock"):
             self.is_there(path.stem.removeprefix(f"{self._path.name}-"))
 
     def is_there(self, name: str) -> bool:
-        """Whether the process of this name still runs; what is left of one that does not is removed."""
+        """Whether the process of this name still runs. If not, its data is removed."""
         try:
             lock = os.open(self._file(name), os.O_RDWR)
         except FileNotFoundError:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine import EngineConfig, default_topic, find_here, read_template
+from engine import ConfigError, EngineConfig, default_topic, find_here, read_template
 from engine.host.logs import LogFormat
 from server import logs
 from server.alone import serve_alone
@@ -62,6 +62,8 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
 
             check_storage(settings.rate_limit_storage)
         model_id = served_model_id(config.model, settings.served_model_name)
+        if model_id in config.adapters:
+            raise ConfigError(f"lora_modules has an adapter with the model's own name, {model_id}. Rename it.")
         config = config.with_kv_topic(default_topic(model_id, None if settings.uds else settings.port, os.environ))
         serve_it = serve_alone
         if settings.api_server_count > 1:

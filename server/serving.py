@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
         self._watchdog.stop()
 
     def stop(self) -> None:
-        """Serve nothing new, and end when what runs has ended; safe in a signal's handler."""
+        """Serve no new requests, and end once the running ones have ended. Safe in a signal's handler."""
         self._drain.begin()
         self.should_exit = True
 
@@ -136,7 +136,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def end_soon(end: Callable[[], object]) -> None:
-    """All is closed by now but what threads still compute in vain, such as a long text's tokens: they get a moment."""
+    """All is closed by now. Threads may still compute in vain, such as a long text's tokens: they get a moment."""
     timer = threading.Timer(LAST_WORDS, end)
     timer.daemon = True
     timer.start()

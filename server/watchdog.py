@@ -1,9 +1,10 @@
-"""Watches that end what no longer moves, so that it is started again: an engine that has work and does none of it, such
-as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
+"""Watchdogs that end a process that no longer moves, so that it is started again: an engine that has work and does none
+of it, such as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any
+more.
 
-`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. What
-that signal does here needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
-to stderr and hands over to libc's `_exit`. That works for a container's first process, too, which signals without a
+`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. The
+handler of that signal needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
+to stderr and hands over to libc's `_exit`. That also works for a container's first process, which signals without a
 handler do not end.
 """
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.gguf_bytes import ARRAY, BOOL, F32, TEXT, U32, U64, entry, file_of, tensor, text
 from support.gguf_files import library
 
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -25,33 +26,9 @@ from engine.model.gguf.container import Value, read_gguf
 from engine.model.gguf.tensors import check_readable, mapped, read_tensor
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
-U32, F32, BOOL, TEXT, ARRAY, U64 = 4, 6, 7, 8, 9, 10
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
           "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()}  # fmt: skip
 """Where in a block float16 numbers are."""
-
-
-def text(value: str | bytes) -> bytes:
-    octets = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(octets)) + octets
-
-
-def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + value
-
-
-def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
-    sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-    return text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", kind, offset)
-
-
-def file_of(
-    entries: list[bytes], tensors: list[bytes], data: bytes = b"", *, start: bytes = b"GGUF", version: int = 3,
-    alignment: int = 32, counts: tuple[int, int] | None = None,
-) -> bytes:  # fmt: skip
-    numbers = counts or (len(tensors), len(entries))
-    head = start + struct.pack("<IQQ", version, *numbers) + b"".join(entries) + b"".join(tensors)
-    return head + bytes(-len(head) % alignment) + data
 
 
 SOUND = [

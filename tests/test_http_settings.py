@@ -37,6 +37,7 @@ ENGINE = {
     "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8",
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
+    "lora_modules": ("a=x", '{"name": "b", "path": "y, z"}'), "max_loras": 3, "max_lora_rank": 8,
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"), "chat_template": "chatml",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
@@ -58,7 +59,7 @@ SERVICE = {
     "enable_playground": False, "enable_cache_map": False, "tool_call_parser": "hermes", "reasoning_parser": "none",
     "tool_prompt": "off", "reasoning_budget": 7,
     "response_store": "responses.db", "response_store_max_age": 60.5, "response_store_max_size": "3MiB",
-    "otlp_traces_endpoint": "http://localhost:4318/v1/traces",
+    "otlp_traces_endpoint": "http://localhost:4318/v1/traces", "enable_lora_loading": ".",
 }  # fmt: skip
 VALUES: dict[str, Any] = ENGINE | SERVICE
 

@@ -40,6 +40,7 @@ LAYERS = {
     "engine.pooled": 6,
     "engine.text.processor": 6,
     "engine.interface.llm": 7,
+    "engine.interface.llm_adapters": 7,
     "engine.interface.llm_arguments": 7,
     "engine.interface.llm_beams": 7,
     "engine.interface.llm_chat": 7,

@@ -32,6 +32,7 @@ from engine import (
     TokenInput,
     UnsupportedModelError,
 )
+from engine.interface.adapters import AdapterInfo
 from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
 from engine.interface.reasoning import ReasoningBudget
 from engine.interface.structured import StructuredOutputsParams
@@ -252,9 +253,13 @@ def test_news() -> None:
         RequestDelta(request_id="late", choices=[], finished=True, error="deadline"),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
-    stats = EngineStats(**{f.name: type(f.default)(i) for i, f in enumerate(dataclasses.fields(EngineStats))})  # type: ignore
-    news = decode_news(encode(News(deltas, failed, stats, 12)))
-    assert news == News(deltas, failed, stats, 12)
+    numbers = [f for f in dataclasses.fields(EngineStats) if not isinstance(f.default, tuple)]
+    stats = EngineStats(**{f.name: type(f.default)(i) for i, f in enumerate(numbers)})  # type: ignore
+    stats.running_adapters, stats.waiting_adapters = ("a",), ("b", "c")
+    adapter = AdapterInfo(name="a", path="p", rank=4, digest=b"\0\xff", num_bytes=5, slot=1)
+    sent = News(deltas, failed, stats, 12, adapters=[adapter])
+    news = decode_news(encode(sent))
+    assert news == sent
     assert (news.deltas[1].scheduled_time, news.deltas[1].first_token_time) == (0.125, 1e9 + 0.1)
     vector, masks = news.deltas[2].pooled, news.deltas[3].pooled
     assert vector is not None
@@ -332,6 +337,7 @@ class FaultyEngine:
 
     def __init__(self) -> None:
         self.running: list[str] = []
+        self.adapters: dict[str, AdapterInfo] = {}
         self.steps = 0
 
     def add_request(self, request_id: str, *arguments: Any, **terms: Any) -> None:

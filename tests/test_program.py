@@ -16,9 +16,10 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine.backends.native.attention import NativeAttention
+from engine.backends.native.memory import Arena
+from engine.model.adapters import LowRank
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
 from engine.model.inputs import Inputs
-from engine.model.layers import Linear
 from engine.model.operations import AddAdapters, AllReduce, Embed, MixExperts, Multiply
 from engine.model.program import last_uses
 from engine.model.transformer import Transformer
@@ -27,42 +28,14 @@ RANK = 3
 PROMPTS = [random_prompt(60, seed, length) for seed, length in enumerate((5, 9))]
 
 
-class Merged:
-    """Low-rank changes of all products, for the tokens of one row of a batch."""
-
-    def __init__(self, model: Transformer, first: int, last: int):
-        generator = torch.Generator().manual_seed(0)
-        self._tokens = slice(first, last)
-        assert model.decoder is not None
-        self._changes = {
-            operation.linear: 0.1
-            * torch.randn(operation.linear.outputs, RANK, generator=generator)
-            @ torch.randn(RANK, operation.linear.inputs, generator=generator)
-            for operation in model.decoder.program.operations
-            if isinstance(operation, Multiply)
-        }
-        self.num_asked = 0
-
-    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        self.num_asked += 1
-        added = x.new_zeros(len(x), linear.outputs)
-        added[self._tokens] = x[self._tokens] @ self._changes[linear].T
-        return added
-
-    def merge(self) -> None:
-        """Write the changes into the weights."""
-        for linear, change in self._changes.items():
-            linear.weight.data += change
-
-
-def answers(model: Transformer, adapters: Merged | None = None) -> list[Tensor]:
-    """Hidden states of both prompts in one step."""
+def answers(model: Transformer, slots: Tensor | None = None) -> list[Tensor]:
+    """Hidden states of both prompts in one step, whose tokens have these slots of adapters."""
     assert model.decoder is not None
     run = model.decoder.executor.run
 
     class WithAdapters:
         def run(self, inputs: Inputs) -> Tensor:
-            return run(replace(inputs, adapters=adapters))
+            return run(replace(inputs, sides={"adapter_slots": slots} if slots is not None else {}))
 
     kept, model.decoder.executor = model.decoder.executor, WithAdapters()
     try:
@@ -74,17 +47,26 @@ def answers(model: Transformer, adapters: Merged | None = None) -> list[Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, packed: bool) -> None:
     path = make_checkpoint("llama-grouped", tmp_path).path
-    model = load(path, backend=NativeAttention() if packed else None)
+    model, changed = load(path, backend=NativeAttention() if packed else None), load(path)
+    model.take_adapters(2, RANK)
+    assert model.decoder is not None
+    assert changed.decoder is not None
+    products = [operation.linear for operation in model.decoder.program.operations if isinstance(operation, Multiply)]
+    others = [operation.linear for operation in changed.decoder.program.operations if isinstance(operation, Multiply)]
     if packed:
         model.pack()
+    slots = torch.tensor([0] * len(PROMPTS[0]) + [2] * len(PROMPTS[1]))
     plain = answers(model)
-    adapters = Merged(model, len(PROMPTS[0]), len(PROMPTS[0]) + len(PROMPTS[1]))
-    found = answers(model, adapters)
-    assert adapters.num_asked == 4 * len(model.spec.trunk.blocks)
-    close(found[0], plain[0])
-    changed = load(path)
-    other = Merged(changed, 0, 0)
-    other.merge()
+    generator = torch.Generator().manual_seed(0)
+    for linear, other in zip(products, others, strict=True):
+        assert linear.adapters is not None
+        down = torch.randn(RANK, linear.inputs, generator=generator)
+        up = 0.1 * torch.randn(linear.outputs, RANK, generator=generator)
+        linear.adapters.put(2, LowRank(down, up), Arena())
+        other.weight.data += up @ down
+    assert len(products) == 4 * len(model.spec.trunk.blocks)
+    found = answers(model, slots)
+    assert torch.equal(found[0], plain[0])
     close(found[1], answers(changed)[1])
     assert not torch.allclose(found[1], plain[1], atol=1e-2)
 

@@ -252,12 +252,14 @@ def test_hashes_tell_sides_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashed(shifts, 0, 4) == []
     assert np.concatenate(hashed_root(shifts)).tolist() == [-4, 9]
     assert hashed_root({"token_types": types, "token_colours": types}) == []
+    slots = {"adapter_slots": SIDES["adapter_slots"].array([3])}
+    assert hashed_root(slots) == hashed(slots, 0, 4) == [], "a slot may hold another adapter later"
 
 
 def test_only_what_makes_or_reads_a_side_names_it() -> None:
     """Whatever lies between the request and the operation carries sides without knowing them."""
     names = "|".join(word for side in SIDES.values() for word in {side.name, side.field})
-    makers = {"scheduling/needs.py", "execution/calibration.py"}  # make rotary offsets
+    makers = {"scheduling/needs.py", "execution/calibration.py"}  # make rotary offsets and the slots of adapters
     carriers = [
         path for part in ("scheduling", "execution", "backends", "process") for path in (ENGINE / part).rglob("*.py")
     ]

@@ -31,7 +31,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
     "lognormal:200:0.8" (median, and standard deviation of the logarithm).
 
     Raises:
-        OptionError: names the option and what is wrong.
+        OptionError: names the option and the problem.
     """
     kind, _, rest = text.partition(":")
     try:

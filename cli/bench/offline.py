@@ -153,7 +153,7 @@ class _Load:
         self.records: list[Record] = []
 
     def check(self) -> None:
-        """Refuse what the model cannot do, or has no room for.
+        """Refuse settings that the model cannot serve, or has no room for.
 
         Raises:
             BenchError: names the setting to change.
@@ -179,8 +179,8 @@ class _Load:
             )
 
     def run(self, name: str, count: int, concurrency: int, *, quiet: bool) -> bool:
-        """Run `count` requests; whether all came to their end. A level's prompts are its own: what one level has
-        left in the prefix cache does not help another."""
+        """Run `count` requests; whether all came to their end. A level's prompts are its own: a level gains nothing
+        from the prefix cache of another."""
         self.records = []
         running: dict[str, Record] = {}
         jobs = self._jobs(name, count)

@@ -95,7 +95,7 @@ def _argument(action: argparse.Action) -> Argument:
 
 
 def _brief(text: str | None) -> str:
-    """The beginning of a help text, without what the shells would take for something else."""
+    """The beginning of a help text, without characters that have a meaning for the shells."""
     text = re.sub(r"\s+", " ", (text or "").replace("%%", "%"))
     text = re.split(r"[.;:(\[]", text, maxsplit=1)[0].strip()
     return text if len(text) <= _LENGTH else text[:_LENGTH].rpartition(" ")[0] + " ..."

@@ -1,4 +1,4 @@
-"""Answers as they come: pieces of text, and what is known at their end."""
+"""Answers as they come: pieces of text, then facts such as the number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Answer:
     """One streamed answer.
 
     Attributes:
-        text: what has come.
+        text: the text so far.
         finish_reason: "stop" or "length"; None: it was broken off.
         tokens: of the answer, None if the server does not say.
         first: seconds to the first piece.
@@ -46,7 +46,7 @@ class Answer:
 
 
 def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-    """The pieces of one answer, as they come, reasoning among them; `answer` holds what is known so far.
+    """The pieces of one answer, as they come, including reasoning. `answer` holds the facts known so far.
 
     Args:
         body: with `messages` for a chat, or `prompt`.

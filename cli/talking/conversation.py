@@ -37,7 +37,7 @@ class Conversation:
         self.messages.append({"role": role, "content": text})
 
     def undo(self) -> str | None:
-        """Take the user's last message back, with what came after it; returns its text."""
+        """Take back the user's last message and everything after it. Returns its text."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
@@ -83,7 +83,7 @@ class Conversation:
             raise TalkError(f"{path} cannot be written: {problem.strerror or problem}.") from None
 
     def load(self, path: Path) -> None:
-        """Take the place of what was said so far.
+        """Replace the conversation by one from a file.
 
         Raises:
             TalkError: the file holds no conversation.

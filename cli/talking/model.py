@@ -30,7 +30,7 @@ class Model:
     Attributes:
         wire: asks its server.
         id: its name there.
-        card: what the server says of it; other servers than Octavo say less.
+        card: the server's description of it; servers other than Octavo say less.
         here: it was loaded for this command.
     """
 
@@ -56,7 +56,7 @@ class Model:
         return self.card.get("max_encoder_len") is not None
 
     def require(self, endpoint: str) -> None:
-        """Refuse what the model is not made for, naming what it is made for.
+        """Refuse an endpoint that the model does not support. The error names the supported ones.
 
         Raises:
             TalkError: says what to use instead.

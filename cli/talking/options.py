@@ -138,7 +138,7 @@ def settings_of(parser: OneLineParser, given: argparse.Namespace) -> dict[str, A
 
 
 def check(fields: dict[str, Any]) -> None:
-    """Refuse what no server would take.
+    """Refuse values that no server would take.
 
     Raises:
         InvalidRequestError: names the flag.
@@ -154,7 +154,7 @@ def check(fields: dict[str, Any]) -> None:
 
 
 def loading(given: argparse.Namespace) -> list[str]:
-    """The flags of `octavo serve` among what was given."""
+    """The flags of `octavo serve` among the arguments."""
     arguments = []
     for name in LOADING:
         value = getattr(given, name.replace("-", "_"))

@@ -54,8 +54,8 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
 
 
 def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
-    """A place, the flags for it, and this process's variables without what concerns the service: its address, its keys
-    and limits."""
+    """A place, the flags for it, and this process's variables without those of the service: its address, its keys and
+    limits."""
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}

@@ -51,7 +51,7 @@ class Slash:
         return [f"{found[0]} "] if len(found) == 1 else found
 
     def run(self, line: str) -> tuple[str, str | None]:
-        """Obey a line; returns what to tell, and a text to be sent as if the user had typed it.
+        """Run a command. Returns text for the user, and text to send as if the user had typed it.
 
         Raises:
             Leave: the chat is over.

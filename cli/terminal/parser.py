@@ -24,7 +24,7 @@ _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports what is wrong in one line instead of the whole usage, with exit status 2, and suggests what is near."""
+    """Reports an error in one line instead of the whole usage, with exit status 2, and suggests the nearest name."""
 
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("formatter_class", WholeFlags)
@@ -98,7 +98,7 @@ class WholeFlags(argparse.HelpFormatter):
 
 
 def print_coloured(text: str, stream: Any) -> None:
-    """Help text: what stands alone at a line's beginning and ends with a colon is a heading."""
+    """Help text in colours. A line that begins at the margin and ends with a colon is a heading."""
     from rich.text import Text
 
     shown = Text(text.rstrip("\n"))

@@ -60,7 +60,7 @@ def harmless(text: str, stream: TextIO | None = None) -> str:
 
 
 def problem_text(who: str, text: str) -> str:
-    """An error for stderr: the command's name, in red where colours are shown, and what is wrong."""
+    """An error for stderr: the command's name, in red where colours are shown, and the message."""
     lines = filled(f"{who}: {text}", sys.stderr)
     return styled(who, "bold red", sys.stderr) + lines.removeprefix(who)
 

@@ -26,10 +26,10 @@ class Window:
 
 
 class Cutter:
-    """Cuts what it is given, in pieces of any size, into windows that follow each other without gaps.
+    """Cuts a signal, which arrives in pieces of any size, into windows that follow each other without gaps.
 
     A window that another one follows ends in the middle of the quietest tenth of a second of its last sixth, so that
-    few words are cut. Where windows end depends on the sound alone, not on the pieces.
+    few words are cut. The ends of windows depend on the sound alone, not on the pieces.
 
     Args:
         longest: most samples of a window.

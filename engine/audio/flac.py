@@ -53,7 +53,7 @@ def _samples(data: bytes, begin: int, block: int) -> int:
 
 
 def _head(head: bytes, block: int) -> int | None:
-    """The number of samples up to the end of a frame with this head; None for what is none."""
+    """The number of samples up to the end of a frame with this head; None if it is no frame."""
     sizes, rates = head[2] >> 4 if len(head) > 4 else 0, head[2] & 15 if len(head) > 4 else 15
     if not sizes or rates == 15:
         return None

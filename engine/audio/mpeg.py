@@ -23,7 +23,7 @@ _OWN_BITRATE = 8 << 4  # of the header's frame: large enough for the header at e
 def counted(data: bytes) -> bytes:
     """A file as it is where its header counts its frames; otherwise its frames behind a header that does.
 
-    What is no frame (tags, damage) and the headers of files that were joined are left out of the second.
+    The second leaves out everything that is no frame (tags, damage), and the headers of joined files.
 
     Raises:
         ValueError: the rate, the version or mono changes within it; or it breaks off before the end that its header

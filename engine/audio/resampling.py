@@ -1,4 +1,4 @@
-"""Sound at another rate, in blocks: what a sample is depends on its place alone, not on how the sound was cut."""
+"""Sound at another rate, in blocks: the value of a sample depends on its place alone, not on how the sound was cut."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""WAV files whose header tells how much sound they have: what writes to a pipe, or breaks off, leaves it wrong.
+"""WAV files whose header tells how much sound they have: a program that writes to a pipe, or breaks off, leaves it
+wrong.
 
-libsndfile reads what is there of a file that promises more, and nothing of one that promises nothing.
+If a file promises more than it has, libsndfile reads the part that is there. If it promises nothing, libsndfile reads
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays of numbers as mono samples, and what no sound is."""
+"""Arrays of numbers as mono samples, and the refusal of other arrays."""
 
 from __future__ import annotations
 

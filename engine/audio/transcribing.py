@@ -74,7 +74,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """All tokens that a decoder is given, and what is asked of them: where in its input the encoder hears them."""
+    """All tokens that a decoder is given, and the results that are asked of them: where in its input the encoder hears
+    them."""
 
     tokens: list[int]
     params: PoolingParams
@@ -174,7 +175,7 @@ class Asking:
         return [round(i * STEP, 1) for i in range(round(HOTTEST / STEP) + 1)]
 
     def text(self, language: str | None, temperature: float) -> Question:
-        """Its answer is what is said."""
+        """Its answer is the spoken text."""
         wanted, speech = self.wanted, self._speech
         begin = [*self._before, self._start]
         if speech.languages:

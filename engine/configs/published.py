@@ -1,5 +1,5 @@
-"""A config as `transformers` reads it, in plain values: what uses one needs no `transformers`, and it can be sent to
-another process."""
+"""A config as `transformers` reads it, in plain values: its users need no `transformers`, and it can be sent to another
+process."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
-    """Refuse numbers that no model has, and what else nothing can be made of.
+    """Refuse numbers that no model has, and other unusable values.
 
     Args:
         file: where they are from.

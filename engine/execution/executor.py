@@ -11,7 +11,9 @@ import torch
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
+from engine.interface.adapters import AdapterInfo
 from engine.interface.outputs import EngineInfo
+from engine.model.adapters import Adapter
 from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import Int32, StepPlan
@@ -51,6 +53,16 @@ class Executor(Protocol):
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
 
+    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+        """Put an adapter, or the one in a folder or file, into an empty slot.
+
+        Raises:
+            AdapterError: it does not fit the model; nothing was changed.
+        """
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot. No later step has rows with its adapter."""
+
     def trial(self) -> None:
         """Compute a step of one token, which belongs to no request; raises what goes wrong."""
 
@@ -73,6 +85,15 @@ class LocalExecutor:
 
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
+
+    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+        info = self.runner.adapters.load(name, source, slot)
+        self.runner.kind.use_head(slot, self.runner.adapters.heads.get(slot))
+        return info
+
+    def unload_adapter(self, slot: int) -> None:
+        self.runner.adapters.unload(slot)
+        self.runner.kind.use_head(slot, None)
 
     def trial(self) -> None:
         trial(self.runner)

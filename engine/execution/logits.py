@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.backends import triton as gpu
 from engine.model.kernels import LIBRARY, RowForm
@@ -17,15 +17,15 @@ class Logits:
     Not a method of the runner: its holder would keep the runner alive, which keeps the holder.
     """
 
-    def __init__(self, model: Transformer, min_rows: int):
-        self._model, self._min_rows = model, min_rows
+    def __init__(self, model: Transformer, min_rows: int, head: nn.Module | None = None):
+        self._model, self._min_rows, self._head = model, min_rows, head
 
     def __call__(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
         count = len(hidden)
         if count >= self._min_rows:
-            return self._model.logits(hidden, form)
+            return self._model.logits(hidden, form, self._head)
         hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
-        return self._model.logits(hidden)[:count]
+        return self._model.logits(hidden, head=self._head)[:count]
 
 
 def hidden_of(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:

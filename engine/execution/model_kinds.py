@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
@@ -29,8 +29,8 @@ from engine.model.inputs import Inputs
 from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
-from engine.scheduling.needs import SequenceNeeds
-from engine.scheduling.plan import EncoderBatch, PooledRow, StepPlan
+from engine.scheduling.needs import SequenceNeeds, adapters_of
+from engine.scheduling.plan import EncoderBatch, PooledRow, PoolingRow, StepPlan
 
 Search = Callable[[Tensor], None]
 """Puts block tables on the device into the order of beams that the host does not know (`BeamsOnDevice`)."""
@@ -92,6 +92,7 @@ class ModelKind(ABC):
 
     def __init__(self, model: Transformer, buffers: StepBuffers, pooler: Pooler, min_rows: int):
         self.model, self.buffers, self.pooler, self.min_rows = model, buffers, pooler, min_rows
+        self._own_heads: dict[int, Pooler] = {}  # by the slot of the adapter that brings one
         self._finds_slots = gpu.serves(model.device)  # kernels do, from tables and positions
 
     @property
@@ -111,7 +112,27 @@ class ModelKind(ABC):
     def compute(self, plan: StepPlan, cache: KVCache, recorded: Recorded | None, search: Search | None) -> Computed:
         """The forward pass; `recorded` serves the plan."""
         hidden = self.run(plan, cache, search) if recorded is None else recorded.run(plan, search)
-        return Computed(hidden, partial(self.pooler.pool, hidden, plan))
+        return Computed(hidden, partial(self._pooled, hidden, plan))
+
+    def use_head(self, slot: int, head: nn.Module | None) -> None:
+        """Pool with an adapter's own head from now on, or no longer."""
+        self._own_heads.pop(slot, None)
+        if head is not None:
+            self._own_heads[slot] = self.pooler.with_head(Logits(self.model, self.min_rows, head))
+
+    def _pooled(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
+        slots = adapters_of(plan.sides)
+        if not self._own_heads or slots is None:
+            return self.pooler.pool(hidden, plan)
+        by_slot: dict[int, list[PoolingRow]] = {}
+        for row in plan.pooling:
+            slot = int(slots[plan.query_start[row.row]])
+            by_slot.setdefault(slot if slot in self._own_heads else 0, []).append(row)
+        answers: dict[int, PooledRow] = {}
+        for slot, rows in by_slot.items():
+            found = self._own_heads.get(slot, self.pooler).pool(hidden, replace(plan, pooling=tuple(rows)))
+            answers.update((row.row, answer) for row, answer in zip(rows, found, strict=True))
+        return tuple(answers[row.row] for row in plan.pooling)
 
 
 class Encoder(ModelKind):
@@ -191,6 +212,7 @@ class EncoderDecoder(Decoder):
             min_rows=self.min_rows,
             caches=cache.paged(buffers.tables.fill(np.zeros((0, 0), dtype=np.int32))),
             slots=buffers.slots.fill(batch.slots),
+            sides=buffers.sides.fill(batch.sides, padded),
             signals=[gpu.upload(signal, device) for signal in batch.signals],
         )
 

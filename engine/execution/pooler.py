@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,12 @@ class Pooler:
         self._apply = apply
         self._parts = parts
         self._activation = activation
+
+    def with_head(self, apply: Callable[[Tensor], Tensor]) -> Pooler:
+        """The same with another head of the model's kind."""
+        made = copy.copy(self)
+        made._apply = apply
+        return made
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
         """The results of the plan's pooling rows, in their order.

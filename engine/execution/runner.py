@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import triton as gpu
+from engine.execution.adapters import LoadedAdapters
 from engine.execution.beams_ahead import BeamsOnDevice, resolved
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
@@ -43,6 +44,7 @@ class ModelRunner:
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
         activation: what makes probabilities of the numbers of a head that classifies.
         parts: what makes vectors beside the model.
+        adapters: those of the model; None: it takes none.
 
     Attributes:
         kind: how models like this one compute a plan.
@@ -57,8 +59,10 @@ class ModelRunner:
         min_rows: int = 1,
         activation: Activation = "none",
         parts: PoolingParts = NO_PARTS,
+        adapters: LoadedAdapters | None = None,
     ):
         self.model = model
+        self.adapters = adapters or LoadedAdapters(model, 0, 0)
         self.cache = cache
         self.min_rows = min_rows
         device = model.device
@@ -155,6 +159,8 @@ class ModelRunner:
             for linear in self.model.modules():
                 if isinstance(linear, Linear):
                     linear.warm(self.model.dtype)
+                    if linear.adapters is not None:
+                        linear.adapters.warm()
             self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)

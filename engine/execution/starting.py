@@ -17,6 +17,7 @@ from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
+from engine.execution.adapters import LoadedAdapters
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
@@ -42,6 +43,7 @@ from engine.model.abilities import find_abilities
 from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
 from engine.model.gguf.folder import lacks_tokenizer
+from engine.model.lora.reading import largest_rank
 from engine.model.parameter_count import check_parameters
 from engine.model.projection import load_projection
 from engine.model.quantisation import Wanted
@@ -151,6 +153,7 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
 def load(resolved: Resolved) -> ModelRunner:
     """Read the weights; the runner has hardly a page yet."""
     config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
+    rank = config.max_lora_rank or largest_rank(config.adapters.values())  # a missing adapter is noticed first
     model = load_model(
         resolved.path,
         resolved.hf_config,
@@ -166,6 +169,8 @@ def load(resolved: Resolved) -> ModelRunner:
         share_weights=config.share_weights,
         pack=True,
     )
+    if config.most_loras:
+        model.take_adapters(config.most_loras, rank)
     model.pack(resolved.quantization)
     cache_dtype, whole = resolved.cache_dtype, model.spec.decoder is None
     centres = None
@@ -176,6 +181,7 @@ def load(resolved: Resolved) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model),
+        adapters=LoadedAdapters(model, config.most_loras, rank),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )
@@ -236,6 +242,8 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         hidden_size=spec.trunk.output_size,
         quantization=resolved.quantization,
         signal=spec.signal,
+        max_loras=config.most_loras,
+        max_lora_rank=runner.adapters.max_rank,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
     facts = ModelFacts(

@@ -50,7 +50,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 def _put_back(handlers: Mapping[signal.Signals, _Handler], instead: _Handler) -> BaseException | None:
-    """Give signals their handlers again; returns what one of them raised meanwhile.
+    """Give signals their handlers again. Returns the exception that one of them raised meanwhile, if any.
 
     Args:
         instead: what stands in their places.

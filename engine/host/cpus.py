@@ -109,7 +109,7 @@ def compute_in_one_thread() -> None:
 
 
 def given_environment() -> dict[str, str]:
-    """The environment without what `compute_in_one_thread` has changed of it."""
+    """The environment without the changes of `compute_in_one_thread`."""
     environment = dict(os.environ)
     for value in _given:
         if value is None:

@@ -29,8 +29,8 @@ def make_private(folder: Path) -> None:
 
 
 def make_spare(name: str) -> Path:
-    """Make $TMPDIR/octavo-UID/NAME, for this user alone, where the cache cannot be written to. What lies in it may be
-    gone after the next start of the machine.
+    """Make $TMPDIR/octavo-UID/NAME, for this user alone, where the cache cannot be written to. Its files may be gone
+    after the next start of the machine.
 
     Raises:
         OSError: it cannot be made, or others could have put it there or could take its place.

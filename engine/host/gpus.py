@@ -33,7 +33,7 @@ def driver_version() -> str | None:
 
 
 def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
-    """The reason why torch sees no GPU, and what to do about it.
+    """The reason why torch sees no GPU, and how to fix it.
 
     Args:
         cuda, rocm: the version that torch was built for; None: for none. Without either it is a CPU build.
@@ -55,7 +55,7 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
 
 
 def _hidden() -> tuple[str, str]:
-    """The reason why CUDA shows no GPU although its driver exists and is new enough, and what to do about it."""
+    """The reason why CUDA shows no GPU although its driver exists and is new enough, and how to fix it."""
     listed = os.environ.get(_SETTING)
     if listed is not None and _names_none(listed):
         return f"{_SETTING} is {listed!r}, which hides every GPU", f"Unset it, or {_NAME_ONE}."
@@ -83,7 +83,7 @@ def _names_none(listed: str) -> bool:
 
 
 def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
-    """The first entry of CUDA_VISIBLE_DEVICES that names no GPU, in words. CUDA shows what stands before it alone."""
+    """The first entry of CUDA_VISIBLE_DEVICES that names no GPU, in words. CUDA shows only the GPUs before it."""
     seen: set[str] = set()
     for entry in map(str.strip, listed.split(",")):
         number = re.match(r"-?\d+", entry)
@@ -111,7 +111,7 @@ def _listed(gpus: list[ListedGpu]) -> str:
 
 
 def shown_too_few(count: int) -> tuple[str, str] | None:
-    """The fault of CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
+    """The fault of CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and how to fix it."""
     listed = os.environ.get(_SETTING)
     if listed is None or len(listed.split(",")) <= count:
         return None

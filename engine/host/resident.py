@@ -28,7 +28,7 @@ def give_back() -> None:
 
 def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
     """Release the code of libraries from this process, and count the mappings. The system's cache keeps it, and brings
-    back what is used. Takes tens of milliseconds.
+    back the parts that are used. Takes tens of milliseconds.
 
     Loading torch touches 75 MB of its libraries, and serving a model 15 of them.
     """

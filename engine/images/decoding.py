@@ -1,6 +1,6 @@
 """Files of images to pixels, within limits that are looked at before anything is decoded.
 
-Nothing is ever fetched: what names an image by an address is refused.
+Nothing is ever fetched: an address of an image is refused.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _check_depth(image: Image) -> None:
 
 
 def _check_unpacked(error: Exception) -> None:
-    """Refuse an image whose error is that of Pillow's limits on what a PNG has packed beside its pixels."""
+    """Refuse an image if Pillow's limit on the packed data beside the pixels of a PNG is exceeded."""
     if "MAX_TEXT" not in str(error):
         return
     from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY

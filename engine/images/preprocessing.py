@@ -1,4 +1,5 @@
-"""An image's pixels to what an encoder reads, as the PIL backend of `transformers`' image processors makes it."""
+"""The input of an encoder from an image's pixels, as the PIL backend of `transformers`' image processors computes
+it."""
 
 from __future__ import annotations
 

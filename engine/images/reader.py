@@ -61,7 +61,7 @@ def pixels_of(data: bytes, shape: tuple[int, ...]) -> PixelInput:
 
 
 class ImageReader:
-    """Turns images of callers into what the engine takes.
+    """Turns images of callers into inputs of the engine.
 
     Raises:
         UnsupportedModelError: as `steps_for`.

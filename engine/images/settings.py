@@ -65,7 +65,7 @@ class Preprocessing:
 
     @property
     def output(self) -> tuple[int, int] | None:
-        """Height and width of what it gives; None where that depends on the image."""
+        """Height and width of the result; None if they depend on the image."""
         return self.crop or (self.size if isinstance(self.size, tuple) else None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRequest:
-    """An unfinished request, without what it says.
+    """An unfinished request, without its text.
 
     Attributes:
         request_id: the request.

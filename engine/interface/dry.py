@@ -1,8 +1,8 @@
 """DRY ("don't repeat yourself"), as a request says it: what is taken from tokens that would go on with a repetition.
 
-As in llama.cpp and text-generation-webui. A token that followed earlier on what the text now ends with, over
-`allowed_length` tokens or more, loses `multiplier * base ** (length - allowed_length)` of its logit. Repetitions end at
-breakers, such as the end of a line.
+As in llama.cpp and text-generation-webui. If the last `allowed_length` or more tokens occurred earlier, the token that
+followed them there loses `multiplier * base ** (length - allowed_length)` of its logit. Repetitions end at breakers,
+such as the end of a line.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def log_fallback(defaults: GenerationDefaults) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Hold the model's values to what a request's have to keep to."""
+    """Check the model's values by the rules for those of requests."""
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_length": "min_length"}
     for name, value in values.items():
         given: dict[str, Any] = {names.get(name, name): value}
@@ -364,12 +364,11 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
 
 
 def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
-    """Most tokens of an answer in a conversation where its request does not say: what is left of the context, and of
-    the KV cache where several sequences could fill it. None where the engine knows: the model's generation config or a
-    catalogue says it.
+    """Most tokens of an answer in a conversation, if its request sets no limit: the rest of the context, and of the KV
+    cache if several sequences could fill it. None if the model's generation config or a catalogue sets the limit.
 
-    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
-    texts serve such a chat better than room for a long answer.
+    If a context was stretched, a prompt of up to half of the original context gets only the rest of the original one:
+    for such a chat, the rotary factors of short texts matter more than room for a long answer.
     """
     if params.constraint is not None:
         return None

@@ -29,8 +29,9 @@ class ReadInput:
     Attributes:
         token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
         encoder_token_ids: what the encoder of an encoder-decoder model reads; () of other models.
-        sides: what is known of the tokens beside their ids.
-        signal: float32, what an encoder reads instead of tokens; those are zeros then, one for each position.
+        sides: further values of each token, beside its id.
+        signal: float32 values that an encoder reads instead of tokens. The tokens are zeros then, one for each
+            position.
     """
 
     token_ids: tuple[int, ...]
@@ -251,7 +252,7 @@ def _checked(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any, tenant: Any) -> None:
-    """Refuse what cannot order, salt or end a request, or name its tenant."""
+    """Refuse invalid values of priority, cache salt, deadline and tenant."""
     for name, value, kinds, wanted in (
         ("request_id", request_id, (str,), "a string"),
         ("priority", priority, (int,), "an integer"),

@@ -27,7 +27,7 @@ class KVEventsConfig:
         endpoint: ZeroMQ address of the PUB socket.
         bind: bind the PUB socket, or connect it to a subscriber (default: as vLLM, bind addresses with *, ::, ipc:// or
             inproc://; and bind `DEFAULT_ENDPOINT`).
-        replay_endpoint: address that a ROUTER socket is bound to, which sends again what a subscriber has missed.
+        replay_endpoint: address of a ROUTER socket that sends missed events to a subscriber again.
         buffer_steps: messages that are kept for that.
         hwm: messages that may wait for a slow subscriber; more are lost to it, until it asks for them again.
         max_queue_size: messages that may wait to be sent at all; more are left to replay.

@@ -19,6 +19,7 @@ from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.argument_names import names_arguments
 from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
+from engine.interface.llm_adapters import Lora, LoRARequest
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
 from engine.interface.llm_chat import Message, Tool, ToolPrompt, check_chats, conversation_prompt, read_conversations
@@ -90,6 +91,8 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: Lora | Sequence[Lora | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order; all run together.
@@ -100,14 +103,19 @@ class LLM(PoolingMethods):
                 `Seq2SeqInput`, or for a speech model an `AudioInput`, also holds the beginning of the answer.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
             params: the same under another name.
+            lora: the adapter for all prompts, or one per prompt: its name, its path or a `LoRARequest`; None: the base
+                model. An adapter is loaded when it is first used.
+            lora_request: the same under vLLM's name.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
+            AdapterError: an adapter cannot be loaded.
             RequestFailedError: the engine failed on a request.
         """
         listed = list_prompts(prompts)
-        return self._generated(listed, self._params(sampling_params, params, len(listed)), use_tqdm)
+        adapters = self._adapters.each(lora, len(listed), lora_request)
+        return self._generated(listed, self._params(sampling_params, params, len(listed)), use_tqdm, adapters)
 
     def chat(
         self,
@@ -122,12 +130,14 @@ class LLM(PoolingMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tool_prompt: ToolPrompt = "auto",
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: Lora | Sequence[Lora | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to conversations, in their order; all run together.
 
-        An answer may fill what is left of the context where neither max_tokens nor the model says otherwise. Calls of
-        tools are in its text as the model writes them.
+        If neither max_tokens nor the model sets a limit, an answer may fill the rest of the context. Calls of tools are
+        in its text as the model writes them.
 
         Args:
             messages: a conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
@@ -141,12 +151,14 @@ class LLM(PoolingMethods):
             tool_prompt: auto: if the chat template does not support tools, describe them in a system message, as
                 `octavo serve` does. off: refuse such requests.
             params: sampling_params under another name.
+            lora, lora_request: as for `generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
             InvalidRequestError: the model knows no conversations, or a message or a parameter is impossible; nothing
                 was generated.
             ConfigError: there is no such chat template.
+            AdapterError: an adapter cannot be loaded.
             RequestFailedError: the engine failed on a request.
         """
         info = self.engine.info
@@ -182,35 +194,51 @@ class LLM(PoolingMethods):
             else chosen
             for input, chosen in zip(inputs, each, strict=True)
         ]
-        return self._answers(inputs, each, use_tqdm)
+        return self._answers(inputs, each, use_tqdm, self._adapters.each(lora, len(inputs), lora_request))
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora: Lora | Sequence[Lora | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """The best continuations of each prompt by beam search, with the rules of `transformers`.
 
-        `generate` with `SamplingParams(num_beams=...)` is the same search with all other parameters.
+        `generate` with `SamplingParams(num_beams=...)` is the same search with all other parameters. `lora` and
+        `lora_request` are as there.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
         listed = list_prompts(prompts)
-        answers = self._generated(listed, [params.sampling] * len(listed), use_tqdm)
+        adapters = self._adapters.each(lora, len(listed), lora_request)
+        answers = self._generated(listed, [params.sampling] * len(listed), use_tqdm, adapters)
         return [sequences_of(answer, self.tokenizer) for answer in answers]
 
     def _generated(
-        self, prompts: Sequence[Any], each: Sequence[SamplingParams], use_tqdm: bool | None
+        self,
+        prompts: Sequence[Any],
+        each: Sequence[SamplingParams],
+        use_tqdm: bool | None,
+        adapters: Sequence[str | None],
     ) -> list[RequestOutput]:
         info, tokenizer = self.engine.info, self.tokenizer
         check_task(info, "generate")
         inputs = [
             PromptReader.of(tokenizer, info, params).read(prompt) for prompt, params in zip(prompts, each, strict=True)
         ]
-        return self._answers(inputs, each, use_tqdm)
+        return self._answers(inputs, each, use_tqdm, adapters)
 
     def _answers(
-        self, inputs: Sequence[AnyInput], each: Sequence[SamplingParams], use_tqdm: bool | None
+        self,
+        inputs: Sequence[AnyInput],
+        each: Sequence[SamplingParams],
+        use_tqdm: bool | None,
+        adapters: Sequence[str | None],
     ) -> list[RequestOutput]:
         each = [replace(spell_bad_words(params, self.tokenizer), truncate_prompt_tokens=None) for params in each]
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
@@ -218,8 +246,8 @@ class LLM(PoolingMethods):
         processors: dict[str, OutputProcessor] = {}
         results: dict[str, RequestOutput] = {}
         try:
-            for request_id, input, chosen in zip(ids, inputs, each, strict=True):
-                self.engine.add_request(request_id, input, chosen)
+            for request_id, input, chosen, adapter in zip(ids, inputs, each, adapters, strict=True):
+                self.engine.add_request(request_id, input, chosen, adapter=adapter)
                 begun.append(request_id)
                 result = results[request_id] = self._unanswered(request_id, input, chosen)
                 processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
@@ -245,7 +273,7 @@ class LLM(PoolingMethods):
             use_tqdm: progress bars; None shows them in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model is no speech model, or cannot do what is wanted; or a sound is none.
+            InvalidRequestError: the model is no speech model, or does not support the request; or an input is no sound.
             ModelLoadError: its preprocessor's config cannot be used.
             RequestFailedError: the engine failed on a window.
         """
@@ -275,7 +303,8 @@ class LLM(PoolingMethods):
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine, those of `stats`, by their names."""
-        return [Metric(name, value) for name, value in asdict(self.engine.stats()).items()]
+        found = asdict(self.engine.stats()).items()
+        return [Metric(name, value) for name, value in found if not isinstance(value, tuple)]
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

@@ -22,7 +22,10 @@ _HARMLESS: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (_OFF, "code of a checkpoint is never run"),
     "enable_chunked_prefill": ((None, True), "long prompts always come in chunks"),
     "cpu_offload_gb": ((None, 0), "weights stay on one device"),
-    "enable_lora": (_OFF, "adapters are not supported"),
+    "enable_lora": ((None, False, True), "it turns adapters on or off"),
+    "fully_sharded_loras": (_OFF, "a model runs on one device"),
+    "max_cpu_loras": (_ANY, ""),
+    "lora_dtype": (("auto", None), "adapters are computed in float32"),
     "hf_overrides": ((None, {}), "the checkpoint's config is used as it is"),
     "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used as it is"),
     "limit_mm_per_prompt": ((None, {}), "prompts hold no images"),
@@ -68,4 +71,6 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         allowed, reason = _HARMLESS[name]
         if allowed is not _ANY and value not in allowed:
             raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}: {reason}.")
+    if given.get("enable_lora") and settings.get("max_loras") is None and not settings.get("lora_modules"):
+        settings["max_loras"] = 1
     return EngineConfig(model=str(model), **settings)

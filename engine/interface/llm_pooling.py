@@ -13,6 +13,7 @@ from tqdm import tqdm
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.argument_names import names_arguments
+from engine.interface.llm_adapters import AdapterUse, Lora, LoRARequest
 from engine.interface.outputs import Pooled, PoolingMode, Task
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import EngineInput, PoolingParams, TokenInput
@@ -85,6 +86,7 @@ class PoolingMethods:
         self.engine = engine
         self.tokenizer = tokenizer
         self._numbers = itertools.count()
+        self._adapters = AdapterUse(engine)
 
     def embed(
         self,
@@ -95,6 +97,8 @@ class PoolingMethods:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora: Lora | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingOutput]:
         """A vector for each input, in their order.
@@ -108,6 +112,7 @@ class PoolingMethods:
             prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
                 stay as they are); None: its default prompt, if it has one; "": none.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
@@ -120,7 +125,9 @@ class PoolingMethods:
         terms: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         sources, limit = read_sources(inputs, images=True), longest(truncate_prompt_tokens, info)
         prompt = find_prompt(info, prompt_name)
-        ids, pooled = self._embedded([(prompt, PLAIN, source) for source in sources], limit, terms, use_tqdm)
+        asked = [(prompt, PLAIN, source) for source in sources]
+        (adapter,) = self._adapters.each(lora, 1, lora_request)
+        ids, pooled = self._embedded(asked, limit, terms, use_tqdm, adapter)
         return [
             EmbeddingOutput(prompt_token_ids=tokens, embedding=vector_of(answer))
             for tokens, answer in zip(ids, pooled, strict=True)
@@ -133,6 +140,8 @@ class PoolingMethods:
         *,
         pooling_task: Task | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora: Lora | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[MatrixOutput]:
         """Return the numbers of the model's head for each input; the names are vLLM's.
@@ -143,6 +152,7 @@ class PoolingMethods:
             pooling_task: the task, if there are no pooling_params; None: the first of `ENCODED` that the model
                 serves.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
@@ -165,7 +175,8 @@ class PoolingMethods:
         reader = Reader(self.tokenizer, info, longest(truncate_prompt_tokens, info))
         readings = [reader.read(source) for source in read_sources(prompts, images=True)]
         params = pooling_params or PoolingParams(task=task)
-        answers = self._pool(readings, [params] * len(readings), "encoding", use_tqdm)
+        (adapter,) = self._adapters.each(lora, 1, lora_request)
+        answers = self._pool(readings, [params] * len(readings), "encoding", use_tqdm, adapter)
         found = []
         for reading, answer in zip(readings, answers, strict=True):
             data = torch.tensor(answer.values())
@@ -184,7 +195,7 @@ class PoolingMethods:
         """The numbers of a reward model: of each token where its head scores tokens, else of each input.
 
         Args:
-            use_activation: what the model's config makes of the numbers, not the numbers themselves.
+            use_activation: apply the activation that the model's config names.
             prompts, truncate_prompt_tokens, use_tqdm: as for `encode`.
 
         Raises:
@@ -206,11 +217,11 @@ class PoolingMethods:
     ) -> list[ScoreOutput]:
         """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
 
-        A model with one class reads both texts together (a cross-encoder), and its score is what its config's
-        activation makes of its number. Of a model that embeds, it is the cosine of the two vectors, of one that
-        has vectors of tokens for this (ColBERT) MaxSim, of one that has sparse vectors alone (SPLADE) their product;
-        each distinct text is embedded once, with the model's default prompt, if it has one, or with the model's
-        markers of queries and documents.
+        A model with one class reads both texts together (a cross-encoder), and its score is its number after the
+        activation that its config names. For a model that embeds, the score is the cosine of the two vectors. For a
+        model with a vector for each token (ColBERT), it is MaxSim. For a model with sparse vectors alone (SPLADE), it
+        is their product. Each distinct text is embedded once, with the model's default prompt, if it has one, or with
+        its markers of queries and documents.
 
         Args:
             text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
@@ -254,6 +265,8 @@ class PoolingMethods:
         use_activation: bool | None = None,
         aggregation: Aggregation = "simple",
         truncate_prompt_tokens: int | None = None,
+        lora: Lora | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[ClassificationOutput | TokenClassificationOutput]:
         """The classes of each input, or of its tokens, whichever the model tells apart.
@@ -262,10 +275,11 @@ class PoolingMethods:
             inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
                 texts, as tuples or {"text": ..., "text_pair": ...}, and of models that read images images, as for
                 `embed`. A tuple of two texts is a pair.
-            use_activation: False gives the head's own numbers; None or True what the model's config makes of them,
-                probabilities as a rule. The scores of spans follow it.
+            use_activation: False returns the head's own numbers. None or True applies the activation of the model's
+                config, which usually gives probabilities. The scores of spans follow it.
             aggregation: how tokens are joined to spans (see `spans_of`).
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
@@ -282,7 +296,8 @@ class PoolingMethods:
         readings = [reader.read(source) for source in sources]
         params = PoolingParams(task="token_classify" if by_token else "classify", use_activation=use_activation)
         results: list[ClassificationOutput | TokenClassificationOutput] = []
-        answers = self._pool(readings, [params] * len(readings), "classifying", use_tqdm)
+        (adapter,) = self._adapters.each(lora, 1, lora_request)
+        answers = self._pool(readings, [params] * len(readings), "classifying", use_tqdm, adapter)
         for reading, answer in zip(readings, answers, strict=True):
             ids = reading.encoding.ids
             rows: list[list[float]] = answer.values().tolist()
@@ -358,7 +373,7 @@ class PoolingMethods:
         stride: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EntitiesOutput]:
-        """The parts of each text that are what one of the labels says (GLiNER).
+        """The parts of each text that match one of the labels (GLiNER).
 
         A text that is too long is read in windows that overlap.
 
@@ -447,6 +462,7 @@ class PoolingMethods:
         limit: int | None,
         terms: dict[str, Any],
         use_tqdm: bool | None,
+        adapter: str | None = None,
     ) -> tuple[list[list[int]], list[Pooled]]:
         """The tokens of inputs as they are read, each behind its prompt and as its side is, and their vectors."""
         info, tokenizer = self.engine.info, self.tokenizer
@@ -471,16 +487,26 @@ class PoolingMethods:
                 ids.append([*reading.encoding.ids, *given.token_ids[len(reading.input.token_ids) :]])
             inputs.append(given)
             params.append(wanted)
-        return ids, self._pool_inputs(inputs, params, "embedding", use_tqdm)
+        return ids, self._pool_inputs(inputs, params, "embedding", use_tqdm, adapter)
 
     def _pool(
-        self, readings: Sequence[Reading], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None
+        self,
+        readings: Sequence[Reading],
+        params: Sequence[PoolingParams],
+        what: str,
+        use_tqdm: bool | None,
+        adapter: str | None = None,
     ) -> list[Pooled]:
         """The engine's answers to texts and images that were read."""
-        return self._pool_inputs([reading.input for reading in readings], params, what, use_tqdm)
+        return self._pool_inputs([reading.input for reading in readings], params, what, use_tqdm, adapter)
 
     def _pool_inputs(
-        self, inputs: Sequence[EngineInput], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None
+        self,
+        inputs: Sequence[EngineInput],
+        params: Sequence[PoolingParams],
+        what: str,
+        use_tqdm: bool | None,
+        adapter: str | None = None,
     ) -> list[Pooled]:
         """The engine's answers, in the order of the inputs; whatever happens, none of them is left in the engine."""
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
@@ -488,7 +514,7 @@ class PoolingMethods:
         answers: dict[str, Pooled] = {}
         try:
             for request_id, given, chosen in zip(ids, inputs, params, strict=True):
-                self.engine.add_request(request_id, given, chosen)
+                self.engine.add_request(request_id, given, chosen, adapter=adapter)
                 unfinished.add(request_id)
             hidden = hides_progress(use_tqdm, len(ids))
             with tqdm(total=len(ids), desc=what, unit="input", disable=hidden) as bar:

@@ -94,7 +94,7 @@ class PromptReader:
         return TokenInput(tokenizer.encode_input(prompt, max_length=self.kept, side=self._side).ids, prompt)
 
     def cut(self, ids: Sequence[Any]) -> list[Any]:
-        """The token ids that stay, or what belongs to them."""
+        """The token ids that stay, or the values that belong to them."""
         if self.kept is None:
             return list(ids)
         return list(ids[-self.kept :] if self._side == "left" else ids[: self.kept])

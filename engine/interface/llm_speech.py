@@ -35,7 +35,7 @@ class Transcript:
 
     Attributes:
         text: all of it.
-        language: the code of what is spoken; None of a model for one language.
+        language: the code of the spoken language; None for a model of one language.
         segments: its parts, with times in seconds.
         words: with times, where they are asked for.
     """

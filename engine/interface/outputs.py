@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.interface.adapters import AdapterInfo
+
 Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
@@ -70,7 +72,7 @@ class ChoiceDelta:
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
     """The decoder's input in a model that classifies its encoder's input: one token, then the input itself up to its
-    last `end`. The state before that `end` is classified (BART, arXiv:1910.13461, 3.1).
+    last `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
 
     Attributes:
         start: the first token; None: the input's last one.
@@ -193,9 +195,9 @@ class CompletionOutput:
 class RequestOutput:
     """A request's answers so far; `finished` when they are complete.
 
-    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. Of a request with
-    `PoolingParams`, `pooled` is the answer, and `outputs` is empty; where it ended without an answer, `error` says
-    why (as in `RequestDelta`).
+    For an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. For a request with `PoolingParams`,
+    `pooled` is the answer, and `outputs` is empty. If the request ended without an answer, `error` gives the reason (as
+    in `RequestDelta`).
     """
 
     request_id: str
@@ -210,7 +212,7 @@ class RequestOutput:
     error: str | None = None
 
     def accumulate(self, delta: RequestDelta) -> None:
-        """Take in what a step brought."""
+        """Take in the results of a step."""
         for news in delta.choices:
             choice = self.outputs[news.index]
             choice.token_ids.extend(news.token_ids)
@@ -242,11 +244,12 @@ class EngineStats:
     """Counters since start and gauges of this moment. Pages: free + held + cached == total.
 
     `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
-    `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
+    `prefix_hits` counts the tokens that preempted requests found again; `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
     `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came.
     `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` those that were not sent live.
+    `running_adapters`, `waiting_adapters`: the adapters of running and of waiting requests, sorted.
     `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
     """
 
@@ -279,6 +282,8 @@ class EngineStats:
     num_kv_event_messages: int = 0
     num_kv_event_drops: int = 0
     peak_pages_held: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +447,8 @@ class EngineInfo:
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
         default_num_beams: beams of a search that asks for no number, by the same file; 1: it does not search.
-        decoding: what a request decodes with that leaves parameters of `SamplingParams` out, by their names, where that
-            is one number, word or truth value that does not depend on the request.
+        decoding: default values of `SamplingParams`, by name. Only numbers, words and truth values that do not depend
+            on the request.
         given_up_for_temperature: names in `decoding` that do not apply to a request with a temperature.
         first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
             with, where its context was stretched by factors that depend on length.
@@ -460,7 +465,7 @@ class EngineInfo:
         token_vectors: those made to be compared token by token; None: it has only hidden states.
         entities: how it reads labels and texts, where it finds entities; None of other models.
         labels: names of the classes that its head tells apart.
-        activation: what makes probabilities of the head's numbers.
+        activation: the function that makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
         sides: the number of values of each side of its tokens that it reads (`engine.interface.token_sides`).
         second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
@@ -476,6 +481,8 @@ class EngineInfo:
         speech: the special tokens of a model that turns speech into text; None of others.
         signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
             without a vocabulary (`vocab_size` is 0) reads nothing else.
+        adapters: those that were loaded at the start.
+        max_loras, max_lora_rank: most adapters that are loaded at the same time, and their largest rank.
         model_file: the GGUF file that was loaded, for which the folder `model_path` stands; None: it is the model's.
     """
 
@@ -526,6 +533,9 @@ class EngineInfo:
     filler: int | None = None
     speech: SpeechInfo | None = None
     signal: SignalInfo | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
+    max_loras: int = 0
+    max_lora_rank: int = 0
     model_file: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Requests that ask for what a model makes of a text, not for more text: vectors, classes, masked tokens, times."""
+"""Requests for results other than generated text: vectors, classes, masked tokens, times."""
 
 from __future__ import annotations
 

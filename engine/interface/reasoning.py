@@ -57,12 +57,12 @@ def check_no_beams(num_beams: int | None) -> None:
 
 
 class LimitedReasoning:
-    """The constraint. What else the answer is held to goes on beside it.
+    """The constraint. Other constraints of the answer continue beside it.
 
     Args:
         budget: the limit.
         vocab_size: tokens that there are.
-        inner: what else the answer is held to.
+        inner: the other constraints of the answer.
     """
 
     __slots__ = ("_budget", "_forced", "_inside", "_left", "_tail", "inner", "vocab_size")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidRequestError
+from engine.interface.adapters import AdapterInfo
 from engine.interface.constraints import Constraint
 from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS, Dry
 from engine.interface.pooling import Pooling, PoolingParams
@@ -240,8 +241,8 @@ class SamplingParams:
             longest title has room. An answer that max_tokens cuts off is no title.
         truncate_prompt_tokens: cut a longer prompt to its last N tokens. -1: keep as many as leave room for the answer.
         detokenize: convert the answer to text. False: texts are empty, and stop strings are not allowed.
-        timestamps: speech models only: add the times of what is said to the answer, as tokens, by the rules of Whisper
-            (arXiv:2212.04356).
+        timestamps: speech models only: add the times of the spoken text to the answer, as tokens, by the rules of
+            Whisper (arXiv:2212.04356).
     """
 
     max_tokens: int | None = None
@@ -434,7 +435,7 @@ class SamplingParams:
 
 
 def _check_texts(name: str, given: Any, most: int, longest: int) -> None:
-    """Refuse what is no list of texts, or holds too many, too long or empty ones; None is allowed."""
+    """Check a list of texts: their number, lengths and characters. None is allowed."""
     if given is None:
         return
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
@@ -524,8 +525,9 @@ class Request:
         signal: float32, what an encoder reads instead of token ids; then those that it would read are zeros, one for
             each position that the signal becomes.
         decoding: how to decode, all defaults filled in.
-        pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
-        sides: what is known of the prompt's tokens beside their ids.
+        pooling: the wanted results of the prompt's hidden states, instead of an answer; None: an answer.
+        sides: further values of each token of the prompt, beside its id.
+        adapter: the adapter that it runs with; None: the base model alone.
         priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -543,6 +545,7 @@ class Request:
     pooling: Pooling | None = None
     sides: Sides = field(default_factory=dict, compare=False)
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
+    adapter: AdapterInfo | None = None
 
     @property
     def reach(self) -> int:

@@ -1,9 +1,8 @@
 """The sampling table: the numbers by which a step's rows are sampled, declared once.
 
 A step samples S rows. Three things say how: a table [S] with a named column for each number (`TABLE`), a sparse list of
-edits of single logits (`EDIT`), and dense masks of the tokens that may come at all. What a request may give, how it is
-checked and completed with the model's defaults, what HTTP bodies take, and where kernels find a number follow from
-`COLUMNS`.
+edits of single logits (`EDIT`), and dense masks of the tokens that may come at all. `COLUMNS` determines the fields of
+a request, their checks and defaults, the fields of HTTP bodies, and the places where kernels find the numbers.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class TimestampRules:
 
 
 def timed(decoding: Decoding, info: SpeechInfo | None, vocab_size: int) -> Decoding:
-    """The decoding whose answers hold timestamps. What is suppressed is, as in `transformers`, before timestamps and
+    """The decoding whose answers hold timestamps. As in `transformers`, tokens are suppressed before timestamps and
     other tokens are weighed against each other.
 
     Raises:

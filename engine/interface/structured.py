@@ -1,7 +1,7 @@
 """The format that a request asks of its answer: a JSON schema, a regular expression, a choice, a grammar.
 
-The names are vLLM's (`StructuredOutputsParams`). Only sizes are checked here; what the texts mean is found out where
-they are compiled (`engine.text.grammars`).
+The names are vLLM's (`StructuredOutputsParams`). Only sizes are checked here. `engine.text.grammars` compiles the texts
+and finds other errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StructuredOutputsParams:
 
     Attributes:
         choice: the answer is one of these texts.
-        grammar: it is what this grammar describes, in llguidance's form of Lark or in llama.cpp's GBNF.
+        grammar: it follows this grammar, in llguidance's form of Lark or in llama.cpp's GBNF.
         json: it is JSON that this schema allows: an object, a boolean, or either as text.
         json_object: it is a JSON object of any kind.
         regex: all of it matches this regular expression (Rust's syntax, without look-around and back-references).
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
 
     @property
     def size(self) -> int:
-        """Characters of what is given."""
+        """The number of characters."""
         return sum(map(len, self.choice)) if self.choice is not None else len(str(getattr(self, self.kind)))
 
     def _check_choice(self, choice: Any) -> None:

@@ -35,6 +35,8 @@ class TokenSide:
         width: numbers for each token.
         default: each number of a token of which nothing is known.
         goes_on: tokens of an answer have the numbers of the last token of which something is known; else the default.
+        hashed: pages that were computed with other numbers differ. The root of a sequence covers what the numbers of
+            any other side stand for.
         asked: requests may bring it; else the scheduler makes it.
         param: its field of `TokenInput`; None: requests name it in `TokenInput.sides`.
         least: this many values are accepted, and ignored, by models that do not read the side.
@@ -43,11 +45,12 @@ class TokenSide:
     """
 
     name: str
-    reads: Literal["Embed", "PrepareHeads"]
+    reads: Literal["Embed", "PrepareHeads", "AddAdapters"]
     dtype: type[np.int32] = np.int32
     width: int = 1
     default: int = 0
     goes_on: bool = False
+    hashed: bool = True
     asked: bool = True
     param: str | None = None
     least: int = 0
@@ -155,6 +158,9 @@ SIDES: dict[str, TokenSide] = {
         ),
         # How many rows after its position a token's angles are in rotary tables.
         TokenSide(name="rotary_offsets", reads="PrepareHeads", asked=False, goes_on=True),
+        # The slot of each token's adapter, 0 for none. Another adapter may have the slot later, so the root of a
+        # sequence covers the adapter itself.
+        TokenSide(name="adapter_slots", reads="AddAdapters", asked=False, goes_on=True, hashed=False),
     )
 }
 
@@ -165,7 +171,7 @@ def hashed(sides: Sides, start: int, count: int) -> list[Values]:
     found: list[Values] = []
     for mark, side in _marks():
         known = sides.get(side.name)
-        if known is None or side.is_same(known) or not side.is_known(known, start):
+        if known is None or not side.hashed or side.is_same(known) or not side.is_known(known, start):
             continue
         values = side.part(known, start, count)
         if (values != side.default).any():
@@ -176,7 +182,9 @@ def hashed(sides: Sides, start: int, count: int) -> list[Values]:
 def hashed_root(sides: Sides) -> list[Values]:
     """The values that tell a sequence from others by the sides that are the same for all its tokens."""
     same = [
-        (mark, sides[side.name]) for mark, side in _marks() if side.name in sides and side.is_same(sides[side.name])
+        (mark, sides[side.name])
+        for mark, side in _marks()
+        if side.hashed and side.name in sides and side.is_same(sides[side.name])
     ]
     return [part for mark, known in same for part in (mark, known.ravel())]
 

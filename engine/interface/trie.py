@@ -24,7 +24,7 @@ _MOST_KEPT = 256  # masks of wide nodes, a bit for each token of the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Trie:
-    """Sequences of tokens by what they have in common at their beginnings.
+    """Sequences of tokens, merged where their beginnings are equal.
 
     Nodes are numbered level by level from the root, which is 0. The children of a node have successive numbers, in the
     order of their tokens; so do the children of successive nodes.

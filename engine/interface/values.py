@@ -77,7 +77,7 @@ def check_number(name: str, value: Any, allowed: NumberRange) -> None:
 
 
 def check_ids(name: str, value: Any) -> None:
-    """Refuse what is no list of token ids, or too long a one; None is allowed."""
+    """Check a list of token ids and its length. None is allowed."""
     if value is None:
         return
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
@@ -90,7 +90,7 @@ def check_ids(name: str, value: Any) -> None:
 
 
 def check_words(name: str, value: Any) -> None:
-    """Refuse what is no list of lists of token ids, or holds an empty one, or too many ids; None is allowed."""
+    """Check a list of non-empty lists of token ids, and the number of ids. None is allowed."""
     if value is None:
         return
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):

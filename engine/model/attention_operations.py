@@ -62,8 +62,8 @@ class Temper(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareLatent(HasRows):
-    """out = queries as they meet what pages hold: rotated, and multiplied with what would make keys of latents. The
-    latents, normed, and the shared keys, rotated, are written to a layer's pages.
+    """out = queries in the form in which they meet the keys of pages: rotated, and multiplied with what would make keys
+    of latents. The latents, normed, and the shared keys, rotated, are written to a layer's pages.
 
     Attributes:
         queries: of each head its content, then what is rotated.
@@ -82,7 +82,7 @@ class PrepareLatent(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpandLatent(HasRows):
-    """out = what each head's matrix makes of the latents that it attended to, which begin each head of x."""
+    """out = the product of each head's matrix and the latents that the head attended to, which begin each head of x."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -243,7 +243,7 @@ class AttendBeside(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedBeside(HasRows):
-    """The vectors beside the tokens gain what a feed-forward network makes of their norms."""
+    """A feed-forward network of their norms is added to the vectors beside the tokens."""
 
     before: nn.Module | None
     network: DenseFeedForward

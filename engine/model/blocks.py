@@ -131,7 +131,7 @@ class ConvolvedBlock(nn.Module):
 
 
 def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
-    """The module of a block's attention to its own tokens, or of what mixes them instead."""
+    """The module of a block's attention to its own tokens, or the module that mixes them instead."""
     if block.mixing is not None:
         return FourierMixing()
     part = block.attention

@@ -200,7 +200,7 @@ class PatchEmbedding(nn.Module):
 
 class SpectrumEmbedding(nn.Module):
     """Spectra [bins, frames] to vectors [positions, hidden] each, laid end to end. A convolution is a matrix product
-    over what it sees at each place."""
+    over its window at each place."""
 
     def __init__(self, part: spec.Spectrum, place: Place):
         super().__init__()

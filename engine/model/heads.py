@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,7 @@ class Head(nn.Module):
         self.norm = build_norm(norm, width or hidden, place)
         self.output = Linear((width or hidden) - beyond, outputs, bias, place, shared=shared)
         self.beyond = Linear(beyond, outputs, False, place) if beyond else None
+        self._hidden, self._activation = hidden, activation
         self.program = compile_head(hidden, self.network, self.dense, activation, self.norm)
         self.executor: Executor = TorchExecutor(self.program, NO_TABLES)
 
@@ -68,6 +70,38 @@ class Head(nn.Module):
         if len(self.program.operations) > 1:
             self.executor = fastest(self.program, NO_TABLES, self.output.weight.dtype, self.output.weight.device)
 
+    def with_own(self, parameters: Mapping[str, Tensor]) -> Head:
+        """A head with other parameters, by their paths here ("output.weight"); it shares all others with this one.
+
+        Raises:
+            KeyError: names a parameter that cannot be given, or one that a matrix of its own lacks.
+            ValueError: names a parameter of another shape.
+        """
+        made = copy.copy(self)
+        made._modules = dict(self._modules)
+        given = dict(parameters)
+        for name in ("dense", "output"):
+            linear = self._modules[name]
+            if not isinstance(linear, Linear) or not any(path.startswith(f"{name}.") for path in given):
+                continue
+            place = Place(linear.device, self.output.weight.dtype)
+            own = Linear(linear.inputs, linear.outputs, linear.bias is not None, place)
+            for path, parameter in own.named_parameters():
+                _fill(f"{name}.{path}", parameter, given.pop(f"{name}.{path}"))
+            own.pack(None)
+            made._modules[name] = own
+        if self.norm is not None and any(path.startswith("norm.") for path in given):
+            made._modules["norm"] = norm = copy.deepcopy(self.norm)
+            for path, parameter in norm.named_parameters():
+                if f"norm.{path}" in given:
+                    _fill(f"norm.{path}", parameter, given.pop(f"norm.{path}"))
+        if given:
+            raise KeyError(next(iter(given)))
+        made.program = compile_head(self._hidden, made.network, made.dense, self._activation, made.norm)
+        made.executor = TorchExecutor(made.program, NO_TABLES)
+        made.make_ready()
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
         """float32 [N, outputs] of hidden states [N, hidden]."""
         if len(self.program.operations) > 1:
@@ -76,6 +110,12 @@ class Head(nn.Module):
             return self.output.in_float32(x)
         near, far = x[:, : self.output.inputs].contiguous(), x[:, self.output.inputs :].contiguous()
         return self.output.in_float32(near) + self.beyond.in_float32(far)
+
+
+def _fill(path: str, parameter: nn.Parameter, values: Tensor) -> None:
+    if parameter.shape != values.shape:
+        raise ValueError(f"{path} has the shape {list(values.shape)}, but the model's has {list(parameter.shape)}")
+    parameter.data.copy_(values)
 
 
 class Panel(nn.Module):

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Paged
 from engine.model.kernels import LIBRARY, RowForm
-from engine.model.layers import CrossPages, Linear
-
-
-class Adapters(Protocol):
-    """The additions of low-rank adapters to products (arXiv:2106.09685); each row of a pass has one or none."""
-
-    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
-        ...
+from engine.model.layers import CrossPages
 
 
 class QueryKeeper(Protocol):
@@ -44,7 +36,6 @@ class Inputs:
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
         sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
             side that is not there has its default for all.
-        adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
@@ -61,7 +52,6 @@ class Inputs:
     slots: Tensor | None = None
     cross: CrossPages | None = None
     sides: Mapping[str, Tensor] = field(default_factory=dict)
-    adapters: Adapters | None = None
     form: RowForm = LIBRARY
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
@@ -75,7 +65,12 @@ class Inputs:
     @property
     def needs_torch(self) -> bool:
         """Something takes part for which no executor but torch's has kernels."""
-        return self.adapters is not None or self.keeper is not None
+        return self.keeper is not None
+
+    @property
+    def adapters(self) -> Tensor | None:
+        """[Tp] the slot of each token's adapter, 0 for none; None where no token has one."""
+        return self.sides.get("adapter_slots")
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:

@@ -1,5 +1,5 @@
 """The modules that hold the weights of the parts of `engine.model.spec` (positions: `rotary`, `bias`; experts:
-`experts`). What is computed with them is written down by `engine.model.program`.
+`experts`). `engine.model.program` describes the computation.
 
 T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
 initialised: the builder of a module fills them (`engine.model.weights`).
@@ -21,6 +21,7 @@ from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import kernels, spec
 from engine.model.activations import activate
+from engine.model.adapter_slots import AdapterSlots
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
@@ -69,6 +70,7 @@ class Linear(nn.Module):
         self.packed: PackedProduct | None = None
         self.stored: Held | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
         self.taken = False  # it is stored as just that
+        self.adapters: AdapterSlots | None = None  # where adapters may add to the product
 
     def pack(
         self,

@@ -104,7 +104,7 @@ class Multiply(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddAdapters(HasRows):
-    """out += what the adapters of a product make of its x; nothing where no row has an adapter."""
+    """out += the additions of the adapters of a product for its x; nothing where no row has an adapter."""
 
     READS = ("x", "out")
     WRITES = ("out",)

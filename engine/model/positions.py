@@ -38,8 +38,8 @@ class SpannedSinusoidal:
     fairseq); those of `Sinusoidal` stay below the upper end. Read as `Learned` ones are, made by the formula.
 
     Attributes:
-        unplaced: tokens of this id have a vector of zeros, the row offset - 1. Those after them do not count them in an
-            encoder; a decoder, whose tokens come one by one, counts all.
+        unplaced: tokens of this id have a vector of zeros, the row offset - 1. In an encoder, later tokens do not count
+            them. A decoder, whose tokens come one by one, counts all.
     """
 
     size: int

@@ -1,9 +1,9 @@
 """The computation of a stack, as a flat list of operations on rows of features.
 
-The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
-list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
-library (`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). What an executor
-has no kernel for it leaves to torch, operation by operation.
+The modules of a stack hold its weights; `compile_stack` walks them once and writes the list of operations. An executor
+runs the list: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's library
+(`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). An executor leaves
+operations without a kernel to torch, one by one.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def compile_head(
 
 
 class Builder:
-    """Operations as they are added. What a sublayer gives joins the stream together with the next norm of it."""
+    """Operations as they are added. A sublayer's result joins the stream in one operation with the next norm."""
 
     def __init__(self, hidden_size: int, paged: bool):
         self.operations: list[Operation] = []
@@ -464,7 +464,7 @@ class Builder:
         return self._reduced(module.down, hidden, name)
 
     def product(self, linear: Linear, x: Rows, name: str) -> Rows:
-        """The product, with what adapters add."""
+        """The product plus the terms of adapters."""
         out = self.rows(name, linear.outputs)
         self.add(Multiply(linear, x, out))
         self.add(AddAdapters(linear, x, out))

@@ -3,10 +3,10 @@
 Norms keep their format, and so do embeddings that are no output matrix. int8 has a scale for each `gemm.GROUP` inputs
 of an output, int4 a scale and a minimum, int8-fast a scale for each output. On a CPU activations become int8 in the
 product, with a scale for each group of a row, or for each row. Groups of int8 that is made here are rotated before,
-those of weights as well (`gemm.rotate`), so that a large activation takes less from its neighbours. What torch
-computes there is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so
-that a row's result depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations
-keep their format and weights are widened (`device_product`).
+those of weights as well (`gemm.rotate`), so that a large activation takes less from its neighbours. torch computes the
+same results there as `engine.backends.native.gemm`, from the same numbers: sums of integers are exact, so that a row's
+result depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations keep their
+format and weights are widened (`device_product`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def size_of(outputs: int, inputs: int, kind: Held) -> int:
 
 
 def warn_if_slow(device: torch.device) -> None:
-    """Say in the log what quantised weights cost without kernels of our own."""
+    """Log the cost of quantised weights without kernels of our own."""
     if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
             "Octavo's own kernels are missing (see octavo doctor), so torch expands the quantized weights in every "

@@ -238,8 +238,8 @@ class Cache:
                     path.unlink()
 
     def _tidy(self) -> None:
-        """Remove entries that were not used for long, whose checkpoint has changed or is gone, and what processes
-        that were killed have left."""
+        """Remove entries that were not used for long, entries whose checkpoint has changed or is gone, and files of
+        killed processes."""
         now = time.time()
         for path in kept_files(self.folder):
             with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ class Entry:
 class Writer:
     """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
 
-    Where the system can do that it has no name until it is complete, and is gone when the process is killed.
+    If the system can do that, the file has no name until it is complete, and is gone when the process is killed.
 
     Raises:
         OSError: it cannot be written.

@@ -35,8 +35,8 @@ class MatrixLoading:
     its plain format: what is not filled yet takes none. A context manager.
 
     Where matrices were kept, the checkpoint's are not read. Else they are kept now, as they are made; where that
-    fails, the load goes on without. What a checkpoint stores as the wanted kind is taken as it is, and kept again only
-    if all are `shared`.
+    fails, the load goes on without. Matrices that a checkpoint stores in the wanted format are taken as they are, and
+    kept again only if all are `shared`.
 
     Args:
         quantization: None: matrices keep their format.
@@ -288,7 +288,7 @@ class MatrixLoading:
         return made
 
     def report(self) -> None:
-        """Say what was done."""
+        """Log a summary."""
         what = "Packed weights" if self._shared else f"Quantized weights ({self._kind})"
         if self._count and not self._shared:
             logger.debug("%s of %d matrices are used as they are stored", what, self._count)

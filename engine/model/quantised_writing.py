@@ -1,8 +1,9 @@
 """A checkpoint written anew with quantised matrices, in a format that other servers read as well.
 
 compressed-tensors' `pack-quantized` holds int8 and int4 with scales of bfloat16, in groups that are not rotated and
-without minima, its `int-quantized` holds int8-fast exactly as it is made at load. What is served of the new folder are
-these numbers. A matrix that the format has no place for stays as it is, and is made smaller when the folder is loaded.
+without minima, its `int-quantized` holds int8-fast exactly as it is made at load. A server of the new folder computes
+with these numbers. A matrix that the format has no place for stays as it is, and is made smaller when the folder is
+loaded.
 """
 
 from __future__ import annotations
@@ -328,7 +329,8 @@ def _draft(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(root: Path, draft: Path, own: Path) -> None:
-    """All that belongs to a checkpoint, in the same places, but what is written anew: config and weights in `own`."""
+    """All files of a checkpoint, in the same places, except those that are written anew: config and weights in
+    `own`."""
     for place, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(place) / name for name in names):

@@ -59,8 +59,8 @@ class Conv1d(Transposed):
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The result of `inner`, times `factor`, plus `offset`: constants by which a model multiplies what a matrix
-    makes, or adds to a norm's weight."""
+    """The result of `inner`, times `factor`, plus `offset`: constants by which a model multiplies a matrix's results,
+    or which it adds to a norm's weight."""
 
     factor: float = 1.0
     offset: float = 0.0

@@ -19,6 +19,8 @@ from engine.backends.native.gemm import Packed, Weight
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
+from engine.model.adapter_slots import AdapterSlots
+from engine.model.adapter_targets import adaptable
 from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, Panel, build_head
@@ -31,6 +33,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.stack import TransformerStack
+from engine.model.table import WeightTable
 
 
 class Transformer(nn.Module):
@@ -47,6 +50,7 @@ class Transformer(nn.Module):
     Attributes:
         rotary_shifts: (limit, shift) pairs, limits ascending: a sequence that reaches no more tokens than a limit reads
             rotary tables as many rows further on; those that exceed all, at their positions.
+        table: the names of the weights in the checkpoint that filled the model; None until then.
 
     Raises:
         UnsupportedModelError: a part is not implemented.
@@ -74,6 +78,7 @@ class Transformer(nn.Module):
             )
         place = Place(torch.device(device), dtype, filled_on)
         self.spec = model
+        self.table: WeightTable | None = None
         self.max_model_len = max_model_len
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
@@ -112,8 +117,8 @@ class Transformer(nn.Module):
         return stack
 
     def pack(self, quantization: Wanted | None = None) -> None:
-        """Make ready what has been filled: all matrices are laid out for their kernels, one after the other, and
-        stacks get the executors that run them from then on."""
+        """Prepare the filled parameters: all matrices are laid out for their kernels, one after the other, and stacks
+        get the executors that run them from then on."""
         if quantization is not None:
             quantisation.warn_if_slow(self.device)
         for module, kind in self.matrices(quantization):
@@ -149,6 +154,21 @@ class Transformer(nn.Module):
         for embedding in self.modules():
             if isinstance(embedding, TokenEmbedding) and embedding.tokens is table:
                 embedding.give_up_table(look_up)
+
+    def take_adapters(self, slots: int, max_rank: int) -> None:
+        """Give the products of all stacks slots for adapters, before executors are made.
+
+        Args:
+            max_rank: the largest rank of an adapter to one matrix of a checkpoint; a product may be made of several.
+        """
+        self._sides.add("adapter_slots")
+        for stack in (self.encoder, self.decoder):
+            for linear, matrices in ({} if stack is None else adaptable(stack)).items():
+                linear.adapters = AdapterSlots(
+                    linear.inputs, linear.outputs, slots, matrices * max_rank, self.dtype, self.device
+                )
+        if self.twin is not None:
+            self.twin.take_adapters(slots, max_rank)
 
     def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):
@@ -207,9 +227,9 @@ class Transformer(nn.Module):
         return max(sizes)
 
     def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Held | None]]:
-        """All matrices, and what each becomes. The few numbers that choose an expert, open a
-        network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
-        least 8 bits."""
+        """All matrices, each with the format that it gets. The few numbers that choose an expert, open a network or
+        choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at least 8
+        bits."""
         kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, of plain matrices, which are small
@@ -254,15 +274,15 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """The shapes of what each decoder layer keeps of a token; empty for a model without a decoder."""
+        """The shapes of the values that each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = self.spec.decoder.attentions
         return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(self, inputs: Inputs) -> Tensor:
-        """The encoder's hidden states [Tp, features] of whole inputs. Where a decoder attends to them, its layers' keys
-        and values of them are stored in the pages of `inputs`."""
+        """The encoder's hidden states [Tp, features] of whole inputs. If a decoder attends to them, the keys and values
+        of its layers are stored in the pages of `inputs`."""
         assert self.encoder is not None
         embedding = self.encoder.embedding
         unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None
@@ -278,17 +298,18 @@ class Transformer(nn.Module):
         """
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
-    def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
+    def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None) -> Tensor:
         """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: the
-        form in which a GPU computes one row."""
-        assert self.head is not None
+        form in which a GPU computes one row; `head`: another than the model's, of an adapter."""
+        head = head or self.head
+        assert head is not None
         part = self.spec.head
         if not isinstance(part, spec.Lm):
-            scores: Tensor = self.head(hidden)
+            scores: Tensor = head(hidden)
             return scores
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
-        logits = self.head.in_float32(hidden, form) if isinstance(self.head, Linear) else self.head(hidden)
+        logits = head.in_float32(hidden, form) if isinstance(head, Linear) else head(hidden)
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:

@@ -181,7 +181,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored, or what a quantised matrix holds.
+        """A tensor as it is stored, or the numbers of a quantised matrix.
 
         Args:
             dtype: what the tensor will be rounded to, which saves memory where it is done at once.

@@ -72,7 +72,7 @@ def load_model(
         ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
             memory that does not suffice.
         UnsupportedModelError: a part is not implemented.
-        ConfigError: max_model_len exceeds what the checkpoint has positions for.
+        ConfigError: max_model_len exceeds the positions of the checkpoint.
     """
     table = families.weight_table(config, model_spec)
     scheme = families.stored_scheme(config)
@@ -102,6 +102,7 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         table = as_linears(checkpoint, table)
+        model.table = table
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # of a GGUF file it takes reading
         if quantization == "stored":
@@ -268,7 +269,7 @@ def _some(names: list[str]) -> str:
 
 
 def _size_of(destinations: dict[str, list[Destination]]) -> int:
-    """Bytes of what is read, in the model's format."""
+    """Bytes of the tensors that are read, in the model's format."""
     return sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
 
 

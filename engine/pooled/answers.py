@@ -30,7 +30,7 @@ class Answer:
     """A part of the context that answers the question.
 
     Attributes:
-        answer: what stands there; "" where it is that there is no answer.
+        answer: its text; "" if the text has no answer.
         score: the product of the probabilities that an answer begins and ends there, among the places of its window.
             Places in the text with the same words count together.
         start, end: characters [start, end) of the context.
@@ -186,7 +186,7 @@ def answers_of(
     terms: AnswerTerms,
     cls_token_id: int | None,
 ) -> list[Answer]:
-    """The answers in what the task "answer" gave for each window, best first.
+    """The answers in the results of the task "answer" for each window, best first.
 
     Args:
         cls_token_id: a token that says that there is no answer; None for models without one.

@@ -24,8 +24,8 @@ class WeighedToken:
 
 
 def sparse_of(pooled: Pooled, info: EngineInfo, tokenizer: Tokenizer | None) -> list[WeighedToken]:
-    """The tokens in the answer to a request with the task "sparse_embed", in the order of their ids. Where they are the
-    input's own, special ones are left out (FlagEmbedding)."""
+    """The tokens in the answer to a request with the task "sparse_embed", in the order of their ids. For an input's own
+    tokens, special ones are left out (FlagEmbedding)."""
     special: set[int | None] = set()
     if info.sparse == "input" and tokenizer is not None:
         special = {*tokenizer.frame_ids, tokenizer.unk_token_id}

@@ -25,7 +25,7 @@ _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # those that GLiNER was trained with
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """A part of a text and what it is.
+    """A part of a text, with its label.
 
     Attributes:
         text: what stands there.
@@ -222,7 +222,7 @@ def _window(whole: Encoding, labels: list[int], begins: Sequence[int], first: in
 def entities_of(
     pooled: Sequence[Pooled], reading: EntityReading, terms: EntityTerms, info: EntitiesInfo
 ) -> list[Entity]:
-    """The entities in what the task "entities" gave for each window, in the order in which they begin.
+    """The entities in the results of the task "entities" for each window, in the order in which they begin.
 
     The likeliest spans are taken first, and those left out that overlap them. A span that stands in several windows has
     the highest of its scores.

@@ -43,7 +43,7 @@ class SideReading:
     def complete(
         self, source: TokenInput, params: PoolingParams, truncate: int | None
     ) -> tuple[TokenInput, PoolingParams]:
-        """A text that was read with this marker and limit, filled up, and what is asked of it."""
+        """A text that was read with this marker and limit, filled up, with its parameters."""
         limit, count = self.limit(truncate), len(source.token_ids)
         params = self.without_ignored(source.token_ids, params)
         if self.filler is None or limit is None or count >= limit:

@@ -106,7 +106,7 @@ def _refused(item: Any, pairs: bool) -> InvalidRequestError:
 
 
 class Reader:
-    """Turns sources into what the engine takes.
+    """Turns sources into inputs of the engine.
 
     Args:
         tokenizer: None where the model has none; then only ids can be read.

@@ -67,8 +67,8 @@ def spans_of(
     transformers' TokenClassificationPipeline is the model, `aggregation` its aggregation_strategy. "none" gives each
     token but the special ones on its own. "simple" joins neighbouring tokens whose labels differ in nothing but the
     prefix, up to the next "B-". "first", "average" and "max" give all tokens of a word one class before that: the first
-    token's, that of the mean scores, or that of the token with the highest score. Words are those of WordPiece; with
-    other tokenizers, what stands between spaces.
+    token's, that of the mean scores, or that of the token with the highest score. Words are those of WordPiece. With
+    other tokenizers, spaces separate words.
 
     Args:
         encoding, text: the input; `text` is None for one that came as ids.
@@ -97,7 +97,7 @@ def spans_of(
 
 
 def check_aggregation(aggregation: object) -> None:
-    """Refuse what is no way to join tokens.
+    """Refuse an unknown way to join tokens.
 
     Raises:
         InvalidRequestError: names those that there are.

@@ -47,7 +47,7 @@ def json_matrix(values: Matrix, *, rows: bool = False) -> bytes:
 def packed(values: Matrix, dtype: EmbedDtype, *, big_endian: bool = False) -> bytes:
     """Numbers one after the other in so many bits each, row by row.
 
-    bfloat16 is rounded to the nearest, ties to even; what float16 cannot hold is infinite there.
+    bfloat16 is rounded to the nearest value, ties to even. In float16, larger numbers than it can hold become infinite.
 
     Args:
         values: [rows, features], finite.

@@ -1,1 +1,1 @@
-"""The engine's own process: its client, its start, what is said between the two."""
+"""The engine's own process: its client, its start, and the messages between the two."""

@@ -1,7 +1,7 @@
 """The server's connection to the engine: one interface, whatever the engine runs in.
 
-`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies;
-`AttachedEngineClient` is one more client of an engine that another process runs so.
+`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies.
+`AttachedEngineClient` is a further client of an engine that another process started.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -55,8 +55,8 @@ class ProcessEngineClient(ConnectedClient):
         config: the engine's settings.
         policy: what happens when the engine dies.
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
-        meanwhile: called while the engine loads: what else takes its time at start.
-        known: finds what the engine is told of the model, while its process imports torch.
+        meanwhile: called while the engine loads: other slow work of the start.
+        known: finds facts about the model for the engine, while its process imports torch.
         tell: called with the percentage of the weights that are loaded; not when the engine is started again.
 
     Attributes:
@@ -147,7 +147,12 @@ class ProcessEngineClient(ConnectedClient):
     def _next_process(self) -> EngineProcess:
         self._launches += 1
         self._folder = kept_folder(self._folder)
-        return EngineProcess(self._config, self._folder, self._launches, self._log_format)
+        config, adapters = self._config, {}
+        if self._launches > 1 and self.info.max_loras:  # those of the last process, whoever loaded them
+            rank = self.info.max_lora_rank
+            config = replace(config, lora_modules=(), max_loras=self.info.max_loras, max_lora_rank=rank)
+            adapters = {adapter.name: adapter.path for adapter in self.adapters.values()}
+        return EngineProcess(config, self._folder, self._launches, self._log_format, adapters)
 
     def _adopt(self, ready: Ready) -> None:
         """Serve with the process that has just become ready."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from engine.errors import OctavoError
+from engine.errors import AdapterError, OctavoError
+from engine.interface.adapters import AdapterInfo
 from engine.interface.cache_map import CacheMap
 from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.interface.request import EngineInput, PoolingParams, SamplingParams
@@ -37,6 +39,8 @@ class EngineClient(ABC):
 
     info: EngineInfo
     num_restarts: int = 0
+    # By their names; whoever loads and unloads them.
+    adapters: Mapping[str, AdapterInfo] = MappingProxyType({})
     # Told of each piece of news before the requests are: of every step, and of every batch of commands.
     on_news: Callable[[Sequence[RequestDelta], EngineStats], None] | None = None
 
@@ -52,11 +56,12 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
-        first, without choices, says that it was accepted, the last one has `finished` set. Or it is
-        called with what ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if
-        the engine died. It must not raise.
+        first, without choices, says that it was accepted, the last one has `finished` set. Or it is called with the
+        error that ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if the engine died.
+        It must not raise.
 
         Raises:
             InvalidRequestError: the id is in use, or the request cannot be said in a message.
@@ -103,6 +108,24 @@ class EngineClient(ABC):
         """Let the engine prepare for grammars in the background; nothing if it does so anyway, or is dead."""
         return
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter; requests that run go on.
+
+        Raises:
+            AdapterError: it cannot be loaded; nothing was changed.
+            EngineDeadError: the engine is dead, or died before it answered.
+        """
+        raise AdapterError("this engine loads no adapters.")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; its unfinished requests end with an error.
+
+        Raises:
+            AdapterError: no adapter has this name.
+            EngineDeadError: the engine is dead, or died before it answered.
+        """
+        raise AdapterError("this engine loads no adapters.")
+
     @abstractmethod
     async def settled(self) -> None:
         """Wait until the engine has carried out all that was asked of it so far, so that `stats` show it; or
@@ -142,4 +165,4 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop the engine and free what it holds; idempotent."""
+        """Stop the engine and free its resources; idempotent."""

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +19,18 @@ from engine.interface.cache_map import CacheMap
 from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.interface.request import EngineInput, PoolingParams, SamplingParams
 from engine.process.client_interface import Deliver, EngineClient, Progress
-from engine.process.messages import Abort, Join, Look, News, Warm, decode_news, encode, encode_add
+from engine.process.messages import (
+    Abort,
+    Join,
+    LoadAdapter,
+    Look,
+    News,
+    UnloadAdapter,
+    Warm,
+    decode_news,
+    encode,
+    encode_add,
+)
 
 logger = logging.getLogger("octavo.client")
 
@@ -32,9 +44,9 @@ class ConnectedClient(EngineClient):
     The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
     event loop at a time; the first call from another one moves it there.
 
-    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Where
-    more would be needed, the news of several steps is handed out together, which is less work: so a crowd that has to
-    be refused, or a new request, does not wait behind the tokens of hundreds of streams.
+    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Under
+    more load, the client handles the news of several steps together, which is less work: so a crowd that has to be
+    refused, or a new request, does not wait behind the tokens of hundreds of streams.
 
     Args:
         name: of this client among the engine's.
@@ -46,6 +58,7 @@ class ConnectedClient(EngineClient):
         self._streams: dict[str, _Stream] = {}
         self._settling: list[tuple[int, asyncio.Future[None]]] = []  # by number of the awaited command
         self._looking: list[tuple[int, asyncio.Future[CacheMap]]] = []
+        self._calls: dict[str, asyncio.Future[None]] = {}  # that change adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._rest: asyncio.TimerHandle | None = None  # until news is read again
@@ -66,6 +79,7 @@ class ConnectedClient(EngineClient):
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         self._attach()
         self._check_alive()
@@ -74,7 +88,14 @@ class ConnectedClient(EngineClient):
                 f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
             )
         command = encode_add(
-            request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
+            request_id,
+            input,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=deadline,
+            tenant=tenant,
+            adapter=adapter,
         )
         self._send(command)
         self._streams[request_id] = _Stream(self._num_sent, deliver)
@@ -94,6 +115,26 @@ class ConnectedClient(EngineClient):
         if self.is_alive:
             self._attach()
             self._send(encode(Warm()))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._call(lambda call: LoadAdapter(call, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call(lambda call: UnloadAdapter(call, name))
+
+    async def _call(self, command: Callable[[str], LoadAdapter | UnloadAdapter]) -> None:
+        """Send a command that may fail, and wait until the engine has carried it out."""
+        self._attach()
+        self._check_alive()
+        call = f"{self._num_sent} adapters"  # no request's id has a space
+        self._send(encode(command(call)))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        self._settling.append((self._num_sent, future))
+        try:
+            await future
+        finally:
+            self._calls.pop(call, None)
 
     async def settled(self) -> None:
         if self.is_alive and self._num_obeyed < self._num_sent:
@@ -172,7 +213,7 @@ class ConnectedClient(EngineClient):
                 self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
 
     def _deliver_some(self) -> bool:
-        """Deliver what has come by now; whether there was anything."""
+        """Deliver the news that has arrived. Returns whether there was any."""
         received: list[bytes] = []
         with contextlib.suppress(zmq.Again):
             while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:
@@ -209,7 +250,11 @@ class ConnectedClient(EngineClient):
                 self.on_news(news.deltas, news.stats)
             except Exception:  # an observer must not stop the news
                 logger.exception("what listens to the engine's news failed")
+        if news.adapters is not None:
+            self.adapters = {info.name: info for info in news.adapters}
         for request_id, failure in news.failed.items():
+            if (call := self._calls.get(request_id)) is not None and not call.done():
+                call.set_exception(failure.error())
             self._hand_over(request_id, failure.error(), news.num_commands)
         for delta in news.deltas:
             self._hand_over(delta.request_id, delta, news.num_commands)
@@ -244,6 +289,9 @@ class ConnectedClient(EngineClient):
                     future.set_exception(RequestFailedError("the map could not be drawn; the engine's log says why"))
 
     def _end_streams(self, reason: str) -> None:
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDeadError(reason))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.deliver(EngineDeadError(reason))
@@ -258,6 +306,7 @@ class ConnectedClient(EngineClient):
     def _connect(self, address: str, info: EngineInfo, stats: EngineStats) -> None:
         """Serve with an engine that has become ready."""
         self.info, self._stats = info, stats
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
         self._num_sent = self._num_obeyed = 0
         self._moved = time.monotonic()
         self._socket = self._context.socket(zmq.DEALER)

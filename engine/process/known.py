@@ -31,8 +31,9 @@ def known_folder(model: str) -> Path | None:
 
 
 def find_known(model: str) -> Known:
-    """The config of a model in a known folder. Of any other model, and of one whose config is refused, nothing: the
-    engine finds that itself, and says so. `transformers` is without torch in this process from then on."""
+    """The config of a model in a known folder. For any other model, and for a refused config, the result is empty: the
+    engine reads the config itself and reports the error. `transformers` is without torch in this process from then
+    on."""
     folder = known_folder(model)
     if folder is None:
         return Known()

@@ -73,7 +73,7 @@ def public_hash(page_hash: PageHash) -> int:
 
 
 class KVEventPublisher:
-    """Publishes what happens to pages. `publish` is called by one thread, and never waits.
+    """Publishes the events of pages. `publish` is called by one thread, and never waits.
 
     A message that finds the queue full, or the buffer of a slow subscriber, is not sent live: subscribers see that a
     number is missing, and have it by replay as long as it is among the last `buffer_steps`.
@@ -147,7 +147,7 @@ class KVEventPublisher:
         self._call()
 
     def close(self) -> None:
-        """Send what is left, in a moment, and end."""
+        """Send the remaining events for a moment, and end."""
         if self._thread is not None:
             self._queue.put(None)
             self._call()
@@ -207,7 +207,7 @@ class KVEventPublisher:
                 poller.poll(_RETRY if self._replays else None)
 
     def _send_queued(self) -> bool:
-        """Send what waits; False once there is nothing more to come."""
+        """Send the waiting events. False once no more can come."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
@@ -329,7 +329,7 @@ class _Message:
 
 
 class _Replay:
-    """A subscriber that is sent again what it missed.
+    """A subscriber that is sent missed events again.
 
     Attributes:
         envelope: parts that lead to it.

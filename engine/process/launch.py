@@ -16,9 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -81,28 +82,36 @@ def kept_folder(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove it with what is in it; one that is gone already is fine."""
+    """Remove the folder and its files. It may be gone already."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineProcess:
     """One engine's process, from its start to its end.
 
-    It is made before it is started, so that an exception at any moment, of a signal's handler for example, finds what
-    to stop.
+    The object is made before the process is started. So an exception at any moment, for example of a signal's handler,
+    finds an object to stop.
 
     Args:
         config: the engine's settings.
         folder: from `make_folder`.
         number: distinguishes this process's socket from its predecessors'.
         log_format: of the process's log lines; None: it sets no logging up.
+        adapters: of an earlier process, see `Start`.
 
     Attributes:
         address: ZeroMQ address that the engine binds before it is ready.
         line: this side of the lifeline; there is one once it is started.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        number: int,
+        log_format: LogFormat | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._path = folder / f"engine-{number}"
         self.address = f"ipc://{self._path}"
         if not _downloads(config):
@@ -113,6 +122,7 @@ class EngineProcess:
             folder=str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format,
+            adapters=dict(adapters),
         )
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -120,7 +130,7 @@ class EngineProcess:
         """Start it; it is loading when this returns.
 
         Args:
-            known: finds what it is told of the model, while it imports what it needs.
+            known: finds facts about the model for the process, while it imports its modules.
 
         Raises:
             EngineDeadError: the process cannot be started.
@@ -156,8 +166,8 @@ class EngineProcess:
             tell: called with the percentage of the weights that are loaded.
 
         Raises:
-            OctavoError: what kept it from that, of the type raised there; EngineDeadError if the process
-                ended without a word.
+            OctavoError: the reason why it cannot, with the type raised there; EngineDeadError if the process ended
+                without a message.
         """
         while isinstance(reply := receive_reply(self.line), Loading):
             tell(reply.percent)

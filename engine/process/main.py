@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +39,13 @@ from engine.process.messages import (
     Failed,
     Join,
     Known,
+    LoadAdapter,
     Loading,
     Look,
     News,
     Ready,
     Start,
+    UnloadAdapter,
     Warm,
     decode_command,
     encode,
@@ -120,6 +122,12 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
     LOADING.listener = None
+    for name, path in start.adapters.items():
+        try:
+            engine.load_adapter(name, path)
+        except OctavoError as error:
+            logger.error("After the restart, the adapter %s is no longer served: %s", name, error)
+    engine.info = replace(engine.info, adapters=tuple(engine.adapters.values()))
     # What is here now stays: a full collection that looked through it would hold up a step.
     gc.collect()
     gc.freeze()
@@ -141,13 +149,14 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Client:
-    """A client, and what it has not been told yet."""
+    """A client, and the news that it has not received yet."""
 
     name: bytes
     num_commands: int = 0
     deltas: list[RequestDelta] = field(default_factory=list)
     failed: dict[str, Failed] = field(default_factory=dict)
     looked: bool = False
+    knows_adapters: bool = False
 
 
 class Loop:
@@ -179,7 +188,7 @@ class Loop:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out what has been asked, waiting for it if there is nothing to compute; then one step."""
+        """Carry out the commands, waiting for one if there is nothing to compute. Then run one step."""
         self._obey()
         if self._engine.has_unfinished_requests():
             deltas = self._engine.step_deltas()
@@ -202,7 +211,8 @@ class Loop:
         if concerned:
             # At once: the step may take a while. All hear of work's beginning and end.
             told = [client for client in concerned.values() if client.name in self._clients]
-            self._tell(told if busy == self._busy else self._clients.values(), self._engine.stats())
+            known = all(client.knows_adapters for client in self._clients.values())
+            self._tell(told if busy == self._busy and known else self._clients.values(), self._engine.stats())
         self._busy = busy
 
     def _carry_out(self, client: _Client, data: bytes) -> None:
@@ -221,8 +231,25 @@ class Loop:
             self._engine.warm_grammars()
         elif isinstance(command, Dismiss):
             self._dismiss(command.client)
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            self._change_adapters(client, command)
         else:
             client.failed[command[0]] = Failed.of(command[1])
+
+    def _change_adapters(self, client: _Client, command: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(command, LoadAdapter):
+                self._engine.load_adapter(command.name, command.path)
+            else:
+                self._engine.unload_adapter(command.name)
+        except OctavoError as error:
+            client.failed[command.call] = Failed.of(error)
+        except Exception as error:  # a fault of ours; it must not take the requests along
+            logger.exception("the adapter %s could not be loaded or unloaded", command.name)
+            client.failed[command.call] = Failed.of(RequestFailedError(f"{type(error).__name__}: {error}"))
+        else:
+            for each in self._clients.values():
+                each.knows_adapters = False
 
     def _abort(self, client: _Client, command: Abort) -> None:
         if self._compiling.pop((client.name, command.request_id), None) is not None:
@@ -233,7 +260,7 @@ class Loop:
                 del self._owners[command.request_id]
 
     def _dismiss(self, name: bytes) -> None:
-        """End all requests of a client that is gone. What it has sent may come later than this."""
+        """End all requests of a client that is gone. Its commands may arrive later than this."""
         self._dismissed.add(name)
         client = self._clients.pop(name, None)
         for key in [key for key in self._compiling if key[0] == name]:
@@ -313,6 +340,7 @@ class Loop:
                 cache_salt=command.cache_salt,
                 deadline=command.deadline,
                 tenant=command.tenant,
+                adapter=command.adapter,
             )
         except OctavoError as error:
             return error
@@ -332,9 +360,10 @@ class Loop:
     def _tell(self, clients: Iterable[_Client], stats: EngineStats) -> None:
         for client in clients:
             cache_map = self._look() if client.looked else None
-            news = News(client.deltas, client.failed, stats, client.num_commands, cache_map)
+            adapters = None if client.knows_adapters else list(self._engine.adapters.values())
+            news = News(client.deltas, client.failed, stats, client.num_commands, cache_map, adapters)
             self._channel.send_multipart([client.name, encode(news)])
-            client.deltas, client.failed, client.looked = [], {}, False
+            client.deltas, client.failed, client.looked, client.knows_adapters = [], {}, False, True
 
 
 def _refusal(compiled: Future[Any]) -> OctavoError | None:

@@ -5,8 +5,7 @@ wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to the engine,
 and back some `Loading`, then one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the
-other side is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look`, `Warm` and `Dismiss` from each client to the engine,
-and back one `News` per step.
+other side is gone. ZeroMQ carries each client's commands (`Command`) to the engine, and back one `News` per step.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from engine.config import EngineConfig
 from engine.configs.published import PublishedConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.host.logs import LogFormat
+from engine.interface.adapters import AdapterInfo
 from engine.interface.cache_map import CacheMap
 from engine.interface.inputs import as_signal
 from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta, SignalKind
@@ -54,6 +54,7 @@ class Start(msgspec.Struct, tag=True):
         folder: holds the socket; the engine removes it if its client is gone.
         log_level: the root logger's.
         log_format: of log lines on stderr (see `engine.host.logs`); None leaves logging alone.
+        adapters: paths of adapters that an earlier process had loaded, by their names. One that is gone is left out.
     """
 
     config: EngineConfig
@@ -61,10 +62,11 @@ class Start(msgspec.Struct, tag=True):
     folder: str
     log_level: int
     log_format: LogFormat | None
+    adapters: dict[str, str] = {}
 
 
 class Known(msgspec.Struct, tag=True):
-    """The facts that the client has read while the engine's process imported what it needs.
+    """The facts that the client has read while the engine's process imported its modules.
 
     Attributes:
         folder: of the checkpoint.
@@ -168,6 +170,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     cache_salt: str | None = None
     deadline: float | None = None
     tenant: str | None = None
+    adapter: str | None = None
 
     @property
     def input(self) -> EngineInput:
@@ -215,7 +218,26 @@ class Warm(msgspec.Struct, tag=True):
     """Prepare for grammars: a request has come whose conversation may need one."""
 
 
-Command = Join | Add | Abort | Look | Warm | Dismiss
+class LoadAdapter(msgspec.Struct, tag=True):
+    """`Engine.load_adapter`.
+
+    Attributes:
+        call: names this command where it fails.
+    """
+
+    call: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """`Engine.unload_adapter`; `call` as of `LoadAdapter`."""
+
+    call: str
+    name: str
+
+
+Command = Join | Add | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapter
 
 
 class News(msgspec.Struct, omit_defaults=True):
@@ -227,6 +249,7 @@ class News(msgspec.Struct, omit_defaults=True):
         stats: the counters after it, of all clients' requests.
         num_commands: how many of its commands the engine has carried out so far.
         cache_map: of this moment, where a `Look` was among the commands.
+        adapters: those that are loaded, if the client does not know.
     """
 
     deltas: list[RequestDelta]
@@ -234,6 +257,7 @@ class News(msgspec.Struct, omit_defaults=True):
     stats: EngineStats
     num_commands: int
     cache_map: CacheMap | None = None
+    adapters: list[AdapterInfo] | None = None
 
 
 def _plain(value: Any) -> Any:
@@ -266,7 +290,7 @@ _known = msgspec.msgpack.Decoder(Known, ext_hook=_config)
 _parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook=_config)
 
 
-def encode(message: Join | Abort | Look | Warm | Dismiss | News | Known) -> bytes:
+def encode(message: Command | News | Known) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
 

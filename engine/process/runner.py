@@ -28,14 +28,16 @@ import numpy as np
 
 from engine import errors
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, OctavoError
+from engine.errors import AdapterError, EngineDeadError, OctavoError
 from engine.execution.executor import Executor, ModelFacts
 from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
+from engine.interface.adapters import AdapterInfo
 from engine.interface.sampling_table import EDIT, TABLE, Masks
+from engine.model.adapters import Adapter
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 logger = logging.getLogger("octavo.process")
@@ -79,6 +81,20 @@ class Copy(msgspec.Struct, tag=True):
     copies: Int32
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """`Executor.load_adapter`."""
+
+    name: str
+    source: str
+    slot: int
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """`Executor.unload_adapter`."""
+
+    slot: int
+
+
 class Trial(msgspec.Struct, tag=True):
     """`Executor.trial`."""
 
@@ -105,10 +121,11 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """The result of a message: facts of a start, the result of a step, or nothing."""
+    """The result of a message: facts of a start, the result of a step, facts of an adapter, or nothing."""
 
     facts: ModelFacts | None = None
     result: StepResult | None = None
+    adapter: AdapterInfo | None = None
 
 
 class RunnerError(RuntimeError):
@@ -131,9 +148,8 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_orders: msgspec.msgpack.Decoder[Start | Launch | Filled | Copy | Trial | Release] = msgspec.msgpack.Decoder(
-    Start | Launch | Filled | Copy | Trial | Release, dec_hook=_unpack
-)
+Order = Start | Launch | Filled | Copy | LoadAdapter | UnloadAdapter | Trial | Release
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_unpack)
 _replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure, dec_hook=_unpack)
 
 
@@ -215,6 +231,16 @@ class ProcessExecutor:
 
     def copy_pages(self, copies: Int32) -> None:
         self._send(Copy(copies)).answer()
+
+    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+        if not isinstance(source, str):
+            raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
+        info = self._send(LoadAdapter(name, source, slot)).answer().adapter
+        assert info is not None
+        return info
+
+    def unload_adapter(self, slot: int) -> None:
+        self._send(UnloadAdapter(slot)).answer()
 
     def trial(self) -> None:
         self._send(Trial()).answer()
@@ -380,14 +406,16 @@ def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes
                 take()
 
 
-def _carry_out(
-    executor: Executor, order: Start | Launch | Filled | Copy | Trial | Release
-) -> PendingStep | Answer | Failure:
+def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
+        elif isinstance(order, LoadAdapter):
+            return Answer(adapter=executor.load_adapter(order.name, order.source, order.slot))
+        elif isinstance(order, UnloadAdapter):
+            executor.unload_adapter(order.slot)
         elif isinstance(order, Trial):
             executor.trial()
         elif isinstance(order, Release):

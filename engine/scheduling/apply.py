@@ -330,8 +330,9 @@ def _choice(
 def _extend(
     group: SequenceGroup, parents: Seq[Sequence], continuations: Seq[Continuation]
 ) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
-    """What goes on, in the order of the continuations; what of it is forked from which, and what is over: each parent's
-    first child inherits its sequence and pages, the others fork, into sequences of childless parents if there are any.
+    """The sequences of the continuations, in their order; the forks, as pairs; and the sequences that end. Each
+    parent's first child inherits its sequence and pages. The other children fork, into sequences of childless parents
+    if there are any.
     """
     numbers = [continuation.parent for continuation in continuations]
     heirs: set[int] = set()

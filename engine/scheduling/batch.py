@@ -135,7 +135,7 @@ def build_plan(
 
 
 def _tokens(row: Row) -> tuple[Int32, ...]:
-    """What is known of a row's tokens, and what is drafted. What is pending is the only token of its row."""
+    """The known tokens of a row, and its drafted ones. A pending token is the only one of its row."""
     known = row.sequence.tokens.view(row.start, min(row.start + row.count, row.sequence.num_tokens))
     if row.drafts:
         return known, _int32(row.drafts)
@@ -194,12 +194,17 @@ def _pooling(rows: Seq[Row]) -> tuple[PoolingRow, ...]:
 
 def _sides(rows: Seq[Row]) -> Sides:
     """The sides of the tokens of the rows; those that are the default of all tokens are left out."""
-    names = {name for row in rows for name, known in row.group.sides.items() if SIDES[name].is_known(known, row.start)}
+    return _sides_of([(row.group.sides, row.start, row.count) for row in rows])
+
+
+def _sides_of(parts: Seq[tuple[Sides, int, int]]) -> Sides:
+    """The sides of so many tokens from a place on, of each of some sequences."""
+    names = {name for sides, start, _ in parts for name, known in sides.items() if SIDES[name].is_known(known, start)}
     found = {}
     for side in (SIDES[name] for name in sorted(names)):
         nothing = side.array(())
-        parts = [side.part(row.group.sides.get(side.name, nothing), row.start, row.count) for row in rows]
-        found[side.name] = np.concatenate(parts)
+        values = [side.part(sides.get(side.name, nothing), start, count) for sides, start, count in parts]
+        found[side.name] = np.concatenate(values)
     return found
 
 
@@ -229,6 +234,7 @@ def _encoder(inputs: Seq[EncoderInput], block_size: int) -> EncoderBatch:
         starts=starts,
         slots=np.concatenate(slots),
         signals=tuple(encoder_input.signal for encoder_input in inputs if encoder_input.signal is not None),
+        sides=_sides_of([(one.sides, 0, len(one.tokens)) for one in inputs]),
     )
 
 

@@ -1,9 +1,9 @@
 """The limit on a step's work that keeps it below a time limit.
 
-What a step holds is counted as *work*: in tokens, where a query-key pair and a row of logits count as the fraction of
-a token that they took when the engine started (`Costs`). So a chunk late in a long prompt, which sees more keys,
-counts more. Each of the last steps with prompts says how much work would have taken the time that is aimed at; the
-next step may hold the median. One slow step does not move that; a machine that has become slower does, after three.
+The content of a step is counted as *work*, in tokens: a query-key pair and a row of logits count as the fraction of a
+token that they took when the engine started (`Costs`). So a chunk late in a long prompt, which sees more keys, counts
+more. Each of the last steps with prompts gives an estimate of the work that fits the wanted time. The next step may
+hold the median of these. One slow step does not move that; a machine that has become slower does, after three.
 
 Nothing here decides what runs: the scheduler is given a `StepLimit` per step and keeps to it.
 """

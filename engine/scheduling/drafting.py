@@ -1,6 +1,6 @@
 """Tokens that are expected to follow a sequence, so that a step may check several of them at once.
 
-What is expected changes no answer (`engine.scheduling.row`): only how many steps it takes.
+Drafts change no answer (`engine.scheduling.row`), only the number of steps.
 """
 
 from __future__ import annotations

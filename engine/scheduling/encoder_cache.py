@@ -10,7 +10,7 @@ from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.limits import SchedulerConfig
-from engine.scheduling.needs import encoder_root
+from engine.scheduling.needs import adapter_sides, encoder_root
 from engine.scheduling.sequence import SequenceGroup
 from engine.scheduling.step import Step
 
@@ -35,7 +35,8 @@ class EncoderCache:
         root = encoder_root(request, self._hasher)
         if not self._config.enable_prefix_caching:
             root = self._hasher.extend(root, np.array([arrival], dtype=np.int32))
-        return EncoderInput(request.encoder_token_ids, root, self._hasher, self._config.block_size, request.signal)
+        ids, size = request.encoder_token_ids, self._config.block_size
+        return EncoderInput(ids, root, self._hasher, size, request.signal, adapter_sides(request))
 
     def may_start(self, step: Step, group: SequenceGroup) -> bool:
         """The encoder need not run for this request, or may run in this step."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.interface.token_sides import Sides
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.plan import Float32, Int32
 
@@ -21,13 +22,14 @@ class EncoderInput:
     Attributes:
         tokens: the input; zeros where it is a signal, one for each position.
         signal: what is read instead of tokens, if it is.
-        key: hash of the whole input and what its root covers.
+        sides: further values of the tokens, beside their ids.
+        key: hash of the whole input and of the values in its root.
         hashes: one per page.
         pages: where K and V are, or will be after this step; empty while the request waits.
         num_cached: tokens that were encoded already when the request was first admitted; None before.
     """
 
-    __slots__ = ("hashes", "key", "num_cached", "pages", "signal", "tokens")
+    __slots__ = ("hashes", "key", "num_cached", "pages", "sides", "signal", "tokens")
 
     def __init__(
         self,
@@ -36,9 +38,11 @@ class EncoderInput:
         hasher: PageHasher,
         block_size: int,
         signal: Float32 | None = None,
+        sides: Sides | None = None,
     ):
         self.tokens: Int32 = np.array(tokens, dtype=np.int32)
         self.signal = signal
+        self.sides: Sides = sides or {}
         # No token is -1: neither hash is one of a decoder's page.
         self.key = hasher.extend(root, np.array([-1, *tokens], dtype=np.int32))
         if signal is not None:

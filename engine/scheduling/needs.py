@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.interface.request import Request
-from engine.interface.token_sides import Sides, hashed_root
+from engine.interface.token_sides import Sides, Values, hashed_root
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 
@@ -35,7 +35,10 @@ class SequenceNeeds:
         """The facts about a request's tokens beside their ids: those that it brings, and those that follow from its
         length."""
         shift = self.rotary_shift(request.reach)
-        return {**request.sides, "rotary_offsets": np.array([shift], dtype=np.int32)} if shift else request.sides
+        own = adapter_sides(request)
+        if shift:
+            own["rotary_offsets"] = np.array([shift], dtype=np.int32)
+        return {**request.sides, **own} if own else request.sides
 
     def rotary_shift(self, reach: int) -> int:
         """The number of rows after its position at which a token's angles are, in a sequence that can reach so many
@@ -49,9 +52,24 @@ class SequenceNeeds:
         return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
 
 
+def adapter_sides(request: Request) -> dict[str, Values]:
+    """The slot of a request's adapter, which all its tokens have, those of an encoder's input, too."""
+    return {} if request.adapter is None else {"adapter_slots": np.array([request.adapter.slot], dtype=np.int32)}
+
+
+def adapters_of(sides: Sides) -> Values | None:
+    """[tokens] the slots of tokens' adapters; None where none has one."""
+    return sides.get("adapter_slots")
+
+
 def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
     """Hash before an encoder's input: what changes its keys and values besides the input."""
-    return hasher.root(request.cache_salt)
+    root = hasher.root(request.cache_salt)
+    if request.adapter is None:
+        return root
+    digest = np.frombuffer(request.adapter.digest, dtype=np.uint8).astype(np.int32)
+    # No token is negative: this is no page's hash, nor what follows the mark of a side.
+    return hasher.extend(root, np.concatenate((np.array([np.iinfo(np.int32).min], dtype=np.int32), digest)))
 
 
 def sequence_root(request: Request, hasher: PageHasher, encoder_input: EncoderInput | None, sides: Sides) -> PageHash:

@@ -95,12 +95,14 @@ class EncoderBatch:
         slots: [E] where each token's K and V for the decoder's layers go.
         signals: what is read of each input instead of its tokens, which are zeros then; () where all are tokens. A
             model's inputs are all of one kind.
+        sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
     """
 
     token_ids: Int32
     starts: Int32
     slots: Int32
     signals: tuple[Float32, ...] = ()
+    sides: Sides = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +126,13 @@ class Searches:
     """G beam searches that go on before the host knows the answer to the step launched before: N rows of the plan, a
     row for each beam, in the order of the searches.
 
-    What runs the plan chooses by that step's candidates (`engine.execution.beams_ahead`), as `search.rank` and
+    The executor chooses by that step's candidates (`engine.execution.beams_ahead`), as `search.rank` and
     `BeamSearch.choose` do later: of all beams' candidates those that do not end a beam go on, best first, the best one
     in the search's first row. Each is the token of its row, in the place that `StepPlan.sources` names. The row of
     block tables becomes that of the beam that goes on, but for the page that is written: where `fresh`, that is the
     row's own of `pages`, on which nothing stands yet; else the first row that goes on from a beam keeps the beam's
-    page, and any further one has its own of `pages`, to which the beam's is copied before anything is written. Where
-    fewer candidates are left than rows, or scores are not numbers, the search's rows are for nothing; they write
-    nowhere else.
+    page, and any further one has its own of `pages`, to which the beam's is copied before anything is written. If fewer
+    candidates are left than rows, or scores are not numbers, the search's rows have no effect; they write nowhere else.
 
     Attributes:
         rows: [G] the plan's row of each search's first beam; the others follow.

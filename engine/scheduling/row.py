@@ -2,9 +2,9 @@
 
 A row may end with drafted tokens, which are expected to follow and may be wrong. Then all positions from the last known
 token on are sampled, each as if the drafts before it were right, with the random number and the bans, penalties and
-masks that belong to its place. As long as what is sampled is what was drafted, the next position counts: so the answer
-is the same whatever is drafted, and a step gives 1 to k + 1 tokens of it (speculative decoding, arXiv:2211.17192, with
-sampled tokens compared instead of distributions).
+masks that belong to its place. As long as the sampled token equals the drafted one, the next position counts. So the
+answer does not depend on the drafts, and a step gives 1 to k + 1 tokens of it (speculative decoding, arXiv:2211.17192,
+with sampled tokens compared instead of distributions).
 """
 
 from __future__ import annotations

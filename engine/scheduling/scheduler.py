@@ -133,6 +133,12 @@ class Scheduler:
         self._finish(group)
         return True
 
+    def end(self, groups: Iterable[SequenceGroup], message: str) -> None:
+        """End requests with an error; the next deltas say so."""
+        for group in list(groups):
+            self._outbox.append(final_abort(group, "error", message))
+            self._finish(group)
+
     def has_unfinished(self) -> bool:
         """Some request is queued or runs, or has news to deliver."""
         return bool(self._groups or self._outbox)
@@ -144,6 +150,15 @@ class Scheduler:
     def groups(self) -> Iterator[SequenceGroup]:
         """All unfinished groups."""
         return iter(self._groups.values())
+
+    def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of running and of waiting requests' adapters."""
+        used = [(group, group.request.adapter.name) for group in self.groups() if group.request.adapter is not None]
+        running = set(self._running) if used else set()
+        return (
+            tuple(sorted({name for group, name in used if group in running})),
+            tuple(sorted({name for group, name in used if group not in running})),
+        )
 
     # ---------------------------------------------------------------- a step
 
@@ -162,9 +177,9 @@ class Scheduler:
     def schedule_ahead(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
         """Plan the step after the one in flight, whose answer is not known; None if nothing can run before it is.
 
-        What a group samples in flight is `StepPlan.sources` here. Groups wait whose step depends on more of that
-        answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted: where that is needed, no step is
-        planned ahead until `schedule()` has seen to it.
+        `StepPlan.sources` names a token that is sampled in flight. A group waits if its step depends on more of that
+        answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted. Where a preemption is needed, no
+        step is planned ahead until `schedule()` has made it.
         """
         if len(self.in_flight) != 1:
             raise AssertionError(f"schedule_ahead() was called with {len(self.in_flight)} steps in flight")
@@ -293,13 +308,16 @@ class Scheduler:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
         Inputs to pool, of which a client may send thousands, take turns with other work: in every second step they get
-        tokens only if nothing else runs in it.
+        tokens only if nothing else runs in it. In the steps between, they and other prompts get half of the work, so
+        that even a step that is slower than expected holds up no answer for long.
         """
         step.begin_prompts()
         pooled = [group for group in chunked if group.request.pooling is not None]
         head = self._waiting.first()
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
+            if not self._pools_last and self._has_other_work(step):
+                step.halve()
         last = pooled if self._pools_last else []
         first = [group for group in chunked if group not in last]
         if first and not first[0].unchunked:

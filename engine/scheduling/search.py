@@ -275,8 +275,8 @@ def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
     """The number of output tokens of each answer that can never change.
 
     Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept
-    scores never change, so later hypotheses only push others down. What all of those have in common
-    is settled.
+    scores never change, so later hypotheses only push others down. The tokens that all of these have in common are
+    settled.
 
     Args:
         live: outputs of the live beams.

@@ -41,7 +41,7 @@ class SearchAhead:
 
     Attributes:
         rows: one for each beam. They have the sequences of the beams before that, until the answer says which they are.
-        pages: set aside for each row; 0 for none. Those that turn out not to be needed are given back.
+        pages: set aside for each row; 0 for none. Pages that turn out to be unnecessary are given back.
     """
 
     rows: list[Row]
@@ -86,6 +86,10 @@ class Step:
         self.left = max(work, self.limit.least)
         taken = sum(row.count for rows in self.rows.values() for row in rows)
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
+
+    def halve(self) -> None:
+        """Plan no more than half of the work that is left."""
+        self.left /= 2
 
     @contextmanager
     def half(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ def encode_fast(
 
 def encode_words(fast: Any, words: list[str], *, segments: bool) -> Encoding:
     """Encode words that have been told apart already by a tokenizer of the tokenizers library: each on its own, and the
-    special tokens around all of them. Where tokens stand in a text is not known then."""
+    special tokens around all of them. The places of tokens in a text are not known then."""
     whole = fast.encode_batch([words], is_pretokenized=True)[0]
     type_ids = whole.type_ids if segments else [0] * len(whole.ids)
     return Encoding(whole.ids, type_ids, None, whole.sequence_ids, words=whole.word_ids)
@@ -196,8 +196,8 @@ def _room(max_length: int, added: int) -> int:
 
 def _longest_first(lengths: list[int], room: int, *, odd_to_first: bool) -> list[int]:
     """How long one or two texts are when tokens are taken away from the longer one, as long as it is longer, and then
-    from both. What one of two equal ones has more is, in the tokenizers library, for the one that was longer (the
-    second if none was); in Python's tokenizers for the first."""
+    from both. If two equal texts cannot share the room equally, the tokenizers library gives the extra token to the
+    text that was longer (the second if none was). Python's tokenizers give it to the first."""
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths

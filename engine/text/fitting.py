@@ -1,8 +1,7 @@
 """Messages in a form that a chat template shows whole.
 
-A template is made for some orders of roles. Others it refuses, or loses a message without a word. What it does with an
-order is seen by rendering it once, with marks for texts; the messages stay as they are where every mark appears, in
-its place.
+A template is made for some orders of roles. It refuses other orders, or silently loses a message. Rendering an order
+once, with marks for texts, shows which: if every mark appears in its place, the messages stay as they are.
 """
 
 from __future__ import annotations
@@ -217,7 +216,8 @@ def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
 
 
 def _later(message: dict[str, Any], shows: Shows) -> dict[str, Any]:
-    """A message behind the first of the user or the assistant. Of the system it is the user's, if need be."""
+    """A message behind the first of the user or the assistant. A message of the system becomes the user's, if
+    necessary."""
     role = message["role"]
     if role not in _LEADING:
         return message

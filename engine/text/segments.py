@@ -47,7 +47,7 @@ def cutting_tokens(added: Collection[AddedToken], wanted: str) -> list[str]:
 
 
 def _reaches_into(token: str, following: str) -> bool:
-    """The end of a token can be the beginning of the following one, or holds the whole of it."""
+    """The end of a token can be the beginning of the following token, or contain all of it."""
     return any(token.startswith(following[: len(token) - start], start) for start in range(1, len(token)))
 
 

@@ -350,7 +350,7 @@ class Tokenizer:
         return {token: self.written(token) for token in sorted(self._special)}
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | WordDetokenizer:
-        """A detokenizer for one answer to that prompt; it is to be given visible ids only."""
+        """A detokenizer for one answer to that prompt. Give it only visible ids."""
         if _writes_words(self._hf):
             return WordDetokenizer(self._decode, self.visible(prompt_token_ids, skip_special_tokens=True))
         tail: list[int] = []
@@ -461,7 +461,7 @@ class Tokenizer:
         return text.lower() if self._lower_case and self._fast is None else text
 
     def _decode(self, ids: list[int]) -> str:
-        """Ids to text, hiding none. The Rust tokenizer is asked directly: microseconds a call, and
+        """The text of ids, including special tokens. The Rust tokenizer is asked directly: microseconds a call, and
         without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
         if self._fast is not None:
             text: str = self._fast.decode(ids, skip_special_tokens=False)

@@ -94,7 +94,7 @@ def estimate_size(given: Sequence[str | list[int]], longest: int) -> int:
 
 @dataclass(slots=True)
 class Run(ABC, Generic[Piece, Choice]):
-    """One request being answered. A subclass says what the prompts are and how the answer looks."""
+    """One request being answered. A subclass defines the prompts and the format of the answer."""
 
     id_prefix: ClassVar[str]
     bytes_per_logprob: ClassVar[int]  # of memory, from the engine's news to the answer's JSON
@@ -145,7 +145,7 @@ class Run(ABC, Generic[Piece, Choice]):
         """The object that writes the events of a streamed answer."""
 
     def timed(self, pieces: Sequence[Any]) -> dict[str, Any]:
-        """The field `timings` of what says these pieces or choices, if the request asks for it."""
+        """The field `timings` for these pieces or choices, if the request asks for it."""
         wanted = self.shape.timings
         if wanted is None or not (wanted == "each" or any(piece.finish_reason for piece in pieces)):
             return {}
@@ -191,7 +191,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return self.stream_keeps_answer or not self.body.stream
 
     def public_name(self, param: str | None) -> str | None:
-        """The name under which the client sent what the engine calls `param`."""
+        """The client's name for the engine's parameter `param`."""
         return param
 
     async def respond(self, request: Request) -> Response:
@@ -221,7 +221,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     def prepare(self, request: Request) -> dict[str, str]:
         """The headers of the answer, once the request's terms and record are made."""
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
         self.leave_out(*self.ignored_fields())
@@ -262,7 +262,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return RequestRecord(
             id=self.request_id,
             path=path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             stream=bool(self.body.stream),
             n=self.shape.n,
             arrival=self.arrival,
@@ -319,7 +319,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @contextmanager
     def _working(self, ticket: Place) -> Iterator[None]:
-        """The request's slots; whatever ends it, they are released, and what is the server's fault counts."""
+        """The request's slots. They are released however the request ends. Failures of the server are counted."""
         with ticket:
             try:
                 yield

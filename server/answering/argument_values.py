@@ -49,7 +49,7 @@ class Values:
         self._known: dict[str, Form] = {}
 
     def form(self, schema: Any) -> Form:
-        """The form of a value of a schema. Where a string is allowed, the whole text is read as that string."""
+        """The form of a value of a schema. If a string is allowed, the whole text is read as that string."""
         form = self._form(schema, 0)
         return form if form.any_text or form.texts else _json(schema)
 

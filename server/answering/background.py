@@ -128,7 +128,8 @@ class Background:
 
 
 class Patience:
-    """The wait of one request for room in the service. Of all that wait, two ask for room at a time, tenants in turn.
+    """The wait of one request for room in the service. Two of the waiting responses ask for room at a time, tenants in
+    turn.
 
     Args:
         service: that has no room.

@@ -1,5 +1,5 @@
-"""A grammar by which an answer holds the calls that it must, in the form that the model was trained to write, and what
-may stand before or instead of another form that is asked of it."""
+"""Grammars of answers with calls of functions, in the form that the model was trained to write. They also cover text
+before calls, and answers of another format."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _TERMINALS = (
 def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool = False) -> str | None:
     """The grammar of the answer, in llguidance's form of Lark; None if the answer may be anything.
 
-    An answer that must hold calls holds nothing else but reasoning, where the model has that. Of one that may hold
-    calls, those of strict functions have arguments as their schemas say.
+    An answer that must hold calls holds nothing else, except reasoning if the model reasons. If an answer may hold
+    calls, the arguments of strict functions follow their schemas.
 
     Args:
         parsing: how the answer is read, and the functions that it may call.

@@ -143,8 +143,8 @@ class _Value:
 class Region(ABC):
     """A part of an answer that should hold calls, read while it is written.
 
-    It ends with its mark, but not with one within a string. Where no call has begun in it, all of it is text: the marks
-    around it, too. What is neither call nor text, within a call that has been told or behind it, is left out.
+    It ends with its mark, but not with one within a string. If no call has begun in it, all of it is text, including
+    the marks around it. Within a reported call or after it, anything that is neither call nor text is left out.
 
     Args:
         opening: what opened it.
@@ -165,7 +165,7 @@ class Region(ABC):
         self.rest = ""
 
     def feed(self, text: str) -> Iterable[Part]:
-        """More of what is written."""
+        """More of the text."""
         if not self._told and not self._failed:
             self._raw += text
         self.rest += text
@@ -345,7 +345,8 @@ class ObjectCalls(Region):
         return self._more(text)
 
     def _span(self) -> str | None:
-        """The rest of the value, where it ends; else nothing is taken, but it is remembered what was seen."""
+        """The rest of the value, if it ends here. Otherwise nothing is taken, and the state is kept for the next
+        call."""
         end = self._span_reader.end(self.rest, 0)
         if end is None:
             if self._step == self._other:

@@ -39,7 +39,7 @@ class Question:
     """A question as the model reads it.
 
     Attributes:
-        instructions: what is asked.
+        instructions: the question.
         lines: what each label stands for.
         labels: the replies that count, each one token.
         reply: tells the model to answer by a label; ends with a full stop.

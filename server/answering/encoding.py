@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, to what a model reads, off the event loop."""
+"""Texts and pairs of texts, tokenised off the event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AT_ONCE_CHARACTERS = 65536  # characters between two looks
 
 
 def estimate(inputs: Sequence[Text | Image | list[int]], info: EngineInfo) -> int:
-    """About how many tokens these inputs have, each text at most what the model takes."""
+    """An estimate of the number of tokens in these inputs. Each text counts at most as many as the model takes."""
     positions = 0 if info.signal is None else info.signal.positions
     images = sum(isinstance(item, Image) for item in inputs)
     texts = (item for item in inputs if not isinstance(item, Image))
@@ -272,7 +272,7 @@ def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) 
 
 
 def _check_own(ids: Sequence[int], info: EngineInfo, param: str) -> None:
-    """Refuse ids that are not the model's; with what to do about the client that is known to send OpenAI's."""
+    """Refuse ids outside the model's vocabulary. The message has advice for clients that send OpenAI's ids."""
     try:
         check_token_ids(ids, info.vocab_size, param)
     except ApiError as problem:
@@ -320,7 +320,8 @@ def too_long(
 
 
 class _Reader:
-    """Tokenises; what is far too long costs no more than a few times what the model can take."""
+    """Tokenises a text. A far too long text costs at most a few times as much as the longest one that the model
+    takes."""
 
     def __init__(
         self,
@@ -362,7 +363,7 @@ class _Reader:
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:
-        """A part of a text that is long enough to decide what its first tokens are; the whole may take minutes."""
+        """A part of a text that is long enough to determine its first tokens. The whole text may take minutes."""
         wanted = self._truncate or self._longest
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
         left = self._truncate is not None and self._tokenizer.truncation_side == "left"

@@ -156,7 +156,7 @@ ENDPOINTS: dict[str, _Reason] = {
 
 
 def served_endpoints(info: EngineInfo, tokenizer: Tokenizer | None) -> list[str]:
-    """Paths of the endpoints that the model can serve; /tokenize and what tells about the service not among them."""
+    """Paths of the endpoints that the model can serve, without /tokenize and the endpoints about the service itself."""
     return [path for path, reason in ENDPOINTS.items() if reason(info, tokenizer) is None]
 
 
@@ -167,7 +167,7 @@ def require(service: Service, endpoint: str) -> None:
         endpoint: a path of `ENDPOINTS`.
 
     Raises:
-        ApiError: 400, code unsupported_endpoint; says why, and what it serves.
+        ApiError: 400, code unsupported_endpoint; gives the reason and the endpoints that it serves.
     """
     info, tokenizer = service.client.info, service.tokenizer
     reason = ENDPOINTS[endpoint](info, tokenizer)

@@ -97,7 +97,7 @@ def _files(folder: str) -> tuple[_File, ...]:
 
 
 def check_name(folder: str, name: str) -> None:
-    """Refuse what is no format's name.
+    """Refuse an unknown name of a format.
 
     Raises:
         ConfigError: lists the names that there are.

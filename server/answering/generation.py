@@ -13,7 +13,6 @@ from engine import (
     InvalidRequestError,
     OctavoError,
     RequestDelta,
-    RequestFailedError,
     SamplingParams,
     TokenLogprobs,
     parse_bytes,
@@ -54,9 +53,9 @@ class Update:
 class Generation:
     """The prompts of one HTTP request on their way through the engine.
 
-    A context: entering submits the prompts, leaving aborts what still runs. What a step brings is
-    turned into text, counted and acted upon (a stop string ends its choice) at the moment it comes,
-    whether the client reads or not. Unread news are merged, so they take no more memory
+    A context: entering submits the prompts, leaving aborts what still runs. The results of a step are turned into text,
+        counted and acted upon when they arrive, whether the client reads or not. For example, a stop string ends its
+        choice. Unread news are merged, so they take no more memory
     than the answer itself.
 
     Args:
@@ -83,7 +82,7 @@ class Generation:
         ticket: Place,
         shown_special: frozenset[int] = frozenset(),
     ):
-        self._client = service.client
+        self._client, self._failure = service.client, service.failure
         self._metrics = service.metrics
         self._params = params
         self._terms = terms.keywords()
@@ -198,7 +197,7 @@ class Generation:
         ]
 
     def _deliver(self, run: _Run, item: RequestDelta | OctavoError) -> None:
-        """Take what the client brings; nothing escapes into its loop."""
+        """Take the engine client's results. No exception escapes into its loop."""
         try:
             if isinstance(item, Exception):
                 run.ended = True
@@ -215,7 +214,7 @@ class Generation:
             self._num_unheard -= 1
         run.ended = delta.finished
         if delta.error is not None:
-            raise RequestFailedError(delta.error)
+            raise self._failure(delta.error, self._terms.get("adapter"))
         if delta.beams is not None and self._record.stream:
             self._beams.setdefault(run.index, []).append(delta.beams)
         for choice in run.processor.process(delta):

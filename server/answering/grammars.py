@@ -1,7 +1,7 @@
 """Trial compilation of formats of answers before the engine gets them, within limits of time and memory.
 
-A schema of a few lines can take seconds to compile, and what compiles it cannot be stopped. So a worker does it first,
-a process that is killed when its time is up; what passes there is compiled again in the engine's process.
+A schema of a few lines can take seconds to compile, and the compiler cannot be stopped. So a worker process compiles it
+first, and is killed when its time is up. A grammar that compiles there is compiled again in the engine's process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images of requests to what the model reads, by workers whose memory and time are bounded. None is ever fetched."""
+"""Images of requests, decoded by workers whose memory and time are bounded. None is ever fetched."""
 
 from __future__ import annotations
 

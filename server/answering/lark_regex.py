@@ -1,6 +1,6 @@
 """A grammar in Lark's form as one regular expression, where it is no more than that: no rule leads back to itself.
 
-What a custom tool gets stands in a JSON string, as an argument of a function. llguidance holds such a string to a
+The input of a custom tool stands in a JSON string, as an argument of a function. llguidance holds such a string to a
 regular expression, but to no grammar: it would have to know how each terminal looks within the string.
 """
 
@@ -41,7 +41,7 @@ Token = tuple[str, str]  # its kind and text
 
 
 def lark_to_regex(grammar: str) -> str:
-    """The expression that matches what the grammar's `start` does.
+    """The expression that matches the same texts as the grammar's rule `start`.
 
     Raises:
         ValueError: says what of the grammar no expression, or this module, can say.

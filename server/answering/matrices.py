@@ -220,5 +220,5 @@ class MatrixRun(PoolingRun):
                     "shape": answer.shape if self.params.task in _BY_TOKEN else answer.shape[1:],
                 }
             )
-        facts = {"id": self.request_id, "created": self.created, "model": self.service.model_id}
+        facts = {"id": self.request_id, "created": self.created, "model": self.service.name_of(self.terms)}
         return json.dumps({**facts, "data": items, "usage": self.usage.model_dump()}, separators=(",", ":"))

@@ -160,7 +160,7 @@ class MessageRun(ConversationRun[ChatPiece]):
             "id": self.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.model_id,
+            "model": self.service.name_of(self.terms),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -223,8 +223,7 @@ def _read_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any]]:
-    """The messages of a chat request. What users say one after another is one message, and so is what the assistant
-    says, and the system."""
+    """The messages of a chat request. Successive messages of one role (user, assistant, system) become one message."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         where = f"messages[{index}]"
@@ -303,7 +302,7 @@ def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], text: 
 
 
 def _readable(value: Any) -> Any:
-    """A result without what only Anthropic can read."""
+    """A result without the fields that only Anthropic can read."""
     if isinstance(value, dict):
         return {name: _readable(item) for name, item in value.items() if not name.startswith("encrypted_")}
     return [_readable(item) for item in value] if isinstance(value, list) else value

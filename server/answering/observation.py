@@ -52,7 +52,7 @@ class RequestUsage:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Collects what is worth knowing about a request; says it in one log line at the end, and to its listener.
+    """Collects facts about a request. It reports them in one log line at the end, and to its listener.
 
     The line's request_id is bound where requests get their public ids. Prompts and answers are in it
     only if `log_prompts` is set.
@@ -87,7 +87,7 @@ class RequestRecord:
         self.listener = getattr(request.state, "trace", None)
 
     async def whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await what makes the unstreamed answer, as the whole request."""
+        """Await the unstreamed answer, and record it as the whole request."""
         with self:
             return await work
 
@@ -108,7 +108,7 @@ class RequestRecord:
             raise
 
     def prompt(self, prompt: Prompt, num_answers: int) -> PromptTimes:
-        """A prompt of the request goes to the engine; what is to be filled as it is answered."""
+        """A prompt of the request goes to the engine. Returns its record, which is filled while it is answered."""
         times = PromptTimes(self.arrival, prompt.num_tokens, num_answers)
         self._times.append(times)
         if self.log_prompts:
@@ -218,8 +218,8 @@ class PoolingRecord(RequestRecord):
         )
 
     def input(self, source: TokenInput | PixelInput, num_tokens: int) -> PromptTimes:
-        """An input of the request, which counts as so many tokens, will go to the engine; what is to be filled as it is
-        answered."""
+        """An input of the request with so many tokens will go to the engine. Returns its record, which is filled while
+        it is answered."""
         times = PromptTimes(self.arrival, num_tokens, 0)
         self._times.append(times)
         if self.log_prompts and len(self._prompts) < _SHOWN_INPUTS:
@@ -230,8 +230,8 @@ class PoolingRecord(RequestRecord):
         return times
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
-        """It queues until a step first has room for one of its inputs; what is computed then lasts until the last of
-        them is answered."""
+        """The request queues until a step has room for one of its inputs. Then it is computed until the last input is
+        answered."""
         scheduled = min(_known([times.scheduled for times in self._times]), default=None)
         sampled = max(_known([times.sampled for times in self._times]), default=None)
         begun = {"queue": self.arrival if self._times else None, "compute": scheduled}

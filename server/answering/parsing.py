@@ -1,7 +1,7 @@
 """An answer's text into text, reasoning and calls of functions, while it is written.
 
-Regions are found by `transformers`' ResponseParser. What stands in them is read here as it comes, since that parser
-tells of a call only when it is complete, and fails on one that is not. However the text is cut into pieces, the parts
+Regions are found by `transformers`' ResponseParser. Their content is read here as it arrives, because that parser
+reports a call only when it is complete, and fails on an incomplete one. However the text is cut into pieces, the parts
 add up to the same.
 """
 

@@ -14,7 +14,7 @@ class Text:
 
 @dataclass(slots=True)
 class Reasoning:
-    """New text of what the model thinks before it answers."""
+    """New text of the model's reasoning before its answer."""
 
     text: str
 

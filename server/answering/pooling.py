@@ -1,5 +1,5 @@
-"""Answering a request for what the model makes of its inputs (vectors, classes, answers, masked tokens): what all
-such endpoints share.
+"""Answering requests for results other than generated text (vectors, classes, answers, masked tokens): the code that
+all such endpoints share.
 
 An endpoint is a subclass of `PoolingRun`; `server.answering.encoding` turns its texts into tokens, and
 `server.answering.endpoints` refuses what the model cannot serve.
@@ -28,7 +28,6 @@ from engine import (
     Pooled,
     PoolingParams,
     RequestDelta,
-    RequestFailedError,
     TokenInput,
     parse_bytes,
 )
@@ -50,7 +49,7 @@ _WIDE = {"token_embed": "vectors", "sparse_embed": "vectors", "entities": "score
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One input as the engine takes it, and what is asked of it.
+    """One input as the engine takes it, with its parameters.
 
     Attributes:
         source: its `text` is for the log only.
@@ -68,14 +67,14 @@ class PoolingInput:
 
 
 def image_input(image: PixelInput, params: PoolingParams, info: EngineInfo) -> PoolingInput:
-    """An image with what is asked of it."""
+    """An image with its parameters."""
     assert info.signal is not None
     return PoolingInput(image, params, info.signal.positions)
 
 
 @dataclass(slots=True)
 class PoolingRun(ABC):
-    """One request being answered. A subclass says what the inputs are and how the answer looks.
+    """One request being answered. A subclass defines the inputs and the format of the answer.
 
     `respond` admits the request, asks for its inputs, has the engine answer them, and sends what `render` makes of the
     answers. If the client leaves, one input fails or the service stops, what still runs is aborted.
@@ -121,7 +120,7 @@ class PoolingRun(ABC):
         """The body, of one answer for each input. It is called in a thread, since it may take long."""
 
     def public_name(self, param: str | None) -> str | None:
-        """The name under which the client sent what the engine calls `param`."""
+        """The client's name for the engine's parameter `param`."""
         return param
 
     @property
@@ -132,11 +131,11 @@ class PoolingRun(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer."""
         headers = ignored_header(self.body.ignored_fields())
-        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = PoolingRecord(
             id=self.request_id,
             path=request.url.path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             arrival=self.arrival,
             log_prompts=self.service.settings.log_prompts,
         )
@@ -177,7 +176,7 @@ class PoolingRun(ABC):
 
     @contextmanager
     def _working(self, ticket: Place) -> Iterator[None]:
-        """The request's place; however it ends, it is given back, and what is the server's fault counts."""
+        """The request's place. It is given back however the request ends. Failures of the server are counted."""
         with ticket:
             try:
                 yield
@@ -294,7 +293,7 @@ class _Answers(Lane):
             self._service.turns.began(run.num_tokens)
 
     def _deliver(self, index: int, item: RequestDelta | OctavoError) -> None:
-        """Take what the client brings; nothing escapes into its loop."""
+        """Take the engine client's results. No exception escapes into its loop."""
         run = self._runs[index]
         if isinstance(item, RequestDelta) and not item.finished:
             return  # it was accepted
@@ -308,7 +307,8 @@ class _Answers(Lane):
         elif item.pooled is None:
             late = item.error == "deadline"
             metrics.finished("abort" if late else "error")
-            self._fail(DeadlineError() if late else RequestFailedError(item.error or "the engine ended the request"))
+            reason = item.error or "the engine ended the request"
+            self._fail(DeadlineError() if late else self._service.failure(reason, self._terms.get("adapter")))
         elif (problem := self._too_much(run, item.pooled)) is not None:
             metrics.finished("error")
             self._fail(problem)
@@ -376,7 +376,7 @@ def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> byt
         "id": run.request_id,
         "object": "list",
         "created": run.created,
-        "model": run.service.model_id,
+        "model": run.service.name_of(run.terms),
         "usage": run.usage.model_dump(),
     }
     return b'%b,"%b":[%b]}' % (_write(rest)[:-1].encode(), name.encode(), b",".join(written))

@@ -197,8 +197,8 @@ def count_beyond(
 ) -> tuple[int, int] | None:
     """How many characters of a text have more than twice so many tokens, and how many they have.
 
-    The text is tokenised in slices, and no further than needed, since the whole may take minutes and gigabytes. What
-    slices cut apart are a few tokens, and how a token is cut depends on its neighbours only: so far beyond, no way of
+    The text is tokenised in slices, and no further than needed, since the whole may take minutes and gigabytes. Slices
+    cut only a few tokens apart, and the boundaries of a token depend only on its neighbours: so far beyond, no way of
     going on makes the beginning fit.
 
     Args:

@@ -195,7 +195,7 @@ def as_arguments(text: str) -> str:
 
 
 def as_input(arguments: str) -> str:
-    """The other way; what a model wrote instead stays as it is."""
+    """The reverse of `as_arguments`. Other output of the model stays as it is."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

@@ -291,7 +291,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             self.called,
             self.service.client.info.decoding or {},
             id_=self.request_id,
-            model=self.service.model_id,
+            model=self.service.adapter_of(self.body.model) or self.service.model_id,
             created=self.created,
             store=store,
         )
@@ -373,7 +373,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return ConversationRun.failing(self, problem)
 
     async def _keep_news(self, first: int) -> bool:
-        """Write to the store what there is of the answer, and its events from this number on; whether that was
+        """Write the answer so far, and its events from this number on, to the store. Returns whether that was
         possible."""
         store, made = self.service.response_store, self._made
         assert store is not None
@@ -475,7 +475,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return public_name(param, NAMES)
 
     async def _converse(self, final: Mapping[str, Any]) -> None:
-        """Add what was asked and answered to the conversation, if there is one, and it was answered."""
+        """Add the request and its answer to the conversation, if there are both."""
         store, conversation = self.service.response_store, self.frame["conversation"]
         if store is None or conversation is None or final["status"] not in ("completed", "incomplete"):
             return

@@ -128,7 +128,7 @@ class ScoringRun(PoolingRun):
         return self.second.param if param == "input" else param
 
     async def _cut(self, side: Side) -> Side:
-        """The side with its texts cut to what it may have of each."""
+        """The side with its texts cut to their longest allowed length."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
         tokenizer = need_tokenizer(self.service, side.param)

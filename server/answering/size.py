@@ -15,7 +15,7 @@ from server.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """The memory of an answer, estimated from what the request asks for.
+    """The memory of an answer, estimated from the request.
 
     Attributes:
         shape: how many answers, of how many tokens and log-probabilities.
@@ -38,8 +38,8 @@ class AnswerSize:
         return max(_limit(settings) // self.bytes_per_token, 1)
 
     def check(self, prompts: Sequence[Prompt], settings: ServerSettings, *, stream: bool) -> int:
-        """The bytes that the answer to these prompts may take. A stream holds what is told of prompts, and no more of
-        answers than waits to be read.
+        """The bytes that the answer to these prompts may take. A stream holds the data on prompts, and only those parts
+        of answers that wait to be read.
 
         Raises:
             ApiError: they are more than the settings allow.

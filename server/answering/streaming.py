@@ -135,7 +135,7 @@ class KeepAlive:
 
 
 class EventStream(Response):
-    """Answers with what an asynchronous generator yields, each item some events or a comment.
+    """Answers with the items of an asynchronous generator. Each item is some events or a comment.
 
     The first item, which may be empty, is awaited before the status is sent: an exception up to there is
     answered as an ordinary error; a later one becomes an event (by default with OpenAI's error body), and the end.

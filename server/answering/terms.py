@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +40,24 @@ class Terms:
         cache_salt: names the requests that share cached pages; None: all without one.
         priority: lower is earlier, among the requests of the tenant.
         deadline: `time.monotonic()` seconds, or None.
+        adapter: the adapter that the request names as its model; None: the base model.
     """
 
     tenant: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
+    adapter: str | None = None
 
     def keywords(self) -> dict[str, Any]:
         """The arguments for the engine."""
+        named = {} if self.adapter is None else {"adapter": self.adapter}
         return {
             "tenant": self.tenant,
             "cache_salt": self.cache_salt,
             "priority": self.priority,
             "deadline": self.deadline,
+            **named,
         }
 
     @property
@@ -61,17 +66,21 @@ class Terms:
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
-def read_terms(body: ServedBody, request: Request, settings: ServerSettings, arrival: float) -> Terms:
+def read_terms(
+    body: ServedBody, request: Request, settings: ServerSettings, arrival: float, adapters: Container[str] = ()
+) -> Terms:
     """The terms that the body and the header ask for.
 
     Args:
         arrival: `time.monotonic()` seconds; the request's time begins with it, unless the door noted an earlier one.
+        adapters: the names of those that are loaded.
 
     Raises:
         ApiError: the header is not a number of seconds.
     """
     tenant = getattr(request.state, "tenant", None)
     arrival = getattr(request.state, "arrival", arrival)
+    model = getattr(body, "model", None)
     limits = [body.request_timeout, _header_timeout(request)]
     seconds = min((limit for limit in limits if limit is not None), default=None)
     return Terms(
@@ -79,6 +88,7 @@ def read_terms(body: ServedBody, request: Request, settings: ServerSettings, arr
         cache_salt=scoped_salt(tenant if settings.prefix_cache_scope == "key" else None, body.cache_salt),
         priority=body.priority or 0,
         deadline=None if seconds is None else arrival + seconds,
+        adapter=model if isinstance(model, str) and model in adapters else None,
     )
 
 

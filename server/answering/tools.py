@@ -71,7 +71,7 @@ class Tools:
         return tuple(item for item in self.functions if only is None or item.name in only)
 
     def enforcing(self, schemas: Mapping[str, Mapping[str, Any]]) -> Tools:
-        """The same, of which these functions get arguments of these schemas; the model is shown what it was."""
+        """The same tools, in which these functions get arguments of these schemas. The model sees the original ones."""
         functions = [
             replace(one, parameters=schemas[one.name], strict=True) if one.name in schemas else one
             for one in self.functions

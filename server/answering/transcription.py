@@ -102,11 +102,11 @@ class TranscriptionRun:
     async def respond(self, request: Request) -> Response:
         """The answer, as the form asks for it."""
         headers = ignored_header(self.form.ignored_fields())
-        self.terms = read_terms(self.form, request, self.service.settings, self.arrival)
+        self.terms = read_terms(self.form, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = RequestRecord(
             id=self.request_id,
             path=request.url.path,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             stream=bool(self.form.stream),
             n=1,
             arrival=self.arrival,
@@ -346,7 +346,7 @@ class TranscriptionRun:
                 if delta.error == "deadline":
                     raise DeadlineError
                 if delta.error is not None:
-                    raise RequestFailedError(delta.error)
+                    raise self.service.failure(delta.error, self.terms.adapter)
         raise RequestFailedError("the engine ended the request")
 
     async def _ask(self, features: Any, question: Question, *, counted: bool = True) -> ChoiceText:
@@ -363,7 +363,7 @@ class TranscriptionRun:
             async with aclosing(work) as deltas:
                 async for delta in deltas:
                     if delta.error is not None:
-                        raise RequestFailedError(delta.error)
+                        raise self.service.failure(delta.error, self.terms.adapter)
                     for choice in delta.choices:
                         news = ChoiceText(
                             index=0,

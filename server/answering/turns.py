@@ -1,4 +1,4 @@
-"""Whose input goes to the engine next, among requests with many: each in turn, and no more than keep the engine busy.
+"""The order in which requests with many inputs hand them to the engine: in turn, and no more than keep the engine busy.
 
 The engine serves in the order of arrival. Were all the inputs of a request handed over at once, the next request,
 with one short text or with a prompt to continue, would wait for thousands of them.

@@ -169,7 +169,7 @@ DecisionQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion,
 class DecisionRequest(ServedBody):
     """Body of POST /v1/decisions. All fields but input and questions may be null, which means the default."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     input: Evidence = Field(
         description="The subject of the questions: a text, or messages, function calls and their outputs."
     )
@@ -277,7 +277,7 @@ class QuestionSpec(BaseModel):
 class SystemOneRequest(ServedBody):
     """Body of POST /v1/systemone. All fields but state and questions may be null, which means the default."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     state: Any = Field(description="The subject of the questions: text or JSON.")
     questions: dict[str, QuestionSpec] = Field(description="Questions by their ids.")
     instructions: str | None = Field(None, description="A system message before the state.")

@@ -75,7 +75,7 @@ class GenerateRequest(ServedBody):
         default_factory=lambda: GenerateParams.model_validate({}),
         description="Sampling fields, as in /v1/completions.",
     )
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Add the prompt's token ids.")
@@ -123,7 +123,7 @@ class TokenLogprob(BaseModel):
 
 
 class TokenLogprobContent(TokenLogprob):
-    """A token of the answer, and what was most probable in its place: the token itself first."""
+    """A token of the answer, and the most probable tokens in its place: the token itself first."""
 
     top_logprobs: list[TokenLogprob]
 

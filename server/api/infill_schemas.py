@@ -54,7 +54,7 @@ class InfillResponse(BaseModel):
 class ApplyTemplateRequest(TemplateFields, Body):
     """Body of POST /apply-template: what is sent to /v1/chat/completions, as far as it makes the prompt."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     messages: Messages = Field(description="Messages, as for /v1/chat/completions.")
 
 

@@ -97,7 +97,7 @@ class _Conversation(BaseModel):
     """The fields that make a prompt. `server.answering.message_input` checks their values, so that errors name the
     block at fault."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES)] = Field(
         description="The conversation so far. The content of a message is a text or a list of blocks. A final "
         "assistant message is continued."

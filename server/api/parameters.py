@@ -1,4 +1,4 @@
-"""The fields of a request for generated text, checked together and turned into what the engine is asked."""
+"""The fields of a request for generated text, checked together and turned into parameters for the engine."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MESSAGES = "messages is not supported here; send input, as text that is ready f
 class NumbersBody(ServedBody):
     """The common fields of all these endpoints. Null means the default."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
 
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the answer and are not supported.

@@ -168,7 +168,7 @@ class ResponseRequest(OneAnswerBody):
         None,
         description="The input: a text, or items (messages, function calls and their results, reasoning).",
     )
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     instructions: str | None = Field(None, description="A system message before all others.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None

@@ -76,6 +76,7 @@ DecoderPrompt = Annotated[
 class ServedBody(Body):
     """The common fields of all requests that the engine serves: its terms."""
 
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -115,7 +116,7 @@ class StreamOptions(Body):
 class GenerationBody(_SamplingBody, StructuredBody):
     """The common fields of all endpoints that generate text. Null means the default."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: StreamOptions | None = None
     best_of: int | None = Field(
@@ -283,7 +284,7 @@ class CompletionResponse(BaseModel):
 class TokenizeRequest(TemplateFields, Body):
     """Body of POST /tokenize: a prompt, or messages with the variables of the chat template."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     prompt: str | None = Field(None, description="Text, as for /v1/completions.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages")] | None = Field(
         None, description="Messages, as for /v1/chat/completions."
@@ -306,7 +307,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     tokens: list[int] = Field(min_length=1, fail_fast=True, description="Token ids, each within the vocabulary.")
 
 
@@ -362,7 +363,8 @@ class ModelCard(BaseModel):
     object: str = "model"
     created: int
     owned_by: str = "octavo"
-    root: str
+    root: str = Field(description="The model's id; of an adapter its path.")
+    parent: str | None = Field(None, description="The base model, for an adapter.")
     max_model_len: int
     max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
     tasks: list[str] = Field(description="What the model can do.")

@@ -30,7 +30,7 @@ class SpeechForm(ServedBody):
 
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
-    model: str | None = Field(None, description="Id of the served model. Optional.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     prompt: str | None = Field(None, description="A text that might have come before; its last tokens count.")
     response_format: ResponseFormat = Field("json", description="json, text, srt, vtt or verbose_json.")
     temperature: float = Field(
@@ -56,7 +56,7 @@ class SpeechForm(ServedBody):
     no_speech_threshold: float = Field(
         0.6, ge=0, le=1, description="Where nothing is said with a higher probability, a guess is silence."
     )
-    stream: bool | None = Field(None, description="Send what is settled as server-sent events; json and text only.")
+    stream: bool | None = Field(None, description="Stream finished parts as server-sent events (json and text only).")
 
     def refuse(self) -> None:
         """Refuse fields that would change the answer and are not supported.

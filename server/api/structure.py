@@ -1,8 +1,8 @@
 """Limits on the structure of a JSON body, checked before anything is built of it.
 
 Text costs a process about as much memory as it has bytes, structure up to 50 times as much: `{},` is three bytes and a
-dictionary of 64. So what stands outside of strings is counted first, by numpy, which needs neither an object for
-anything counted nor the interpreter's lock while it counts.
+dictionary of 64. So numpy first counts the signs outside of strings. It creates no objects and does not hold the
+interpreter's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Structure:
 
 
 def measure(content: bytes) -> Structure:
-    """Count what a JSON text holds; brackets and commas within strings are text."""
+    """Count the brackets and commas of a JSON text. Those within strings are text."""
     found, quotes = Structure(), 0
     inside = escaped = False
     for start in range(0, len(content), _BLOCK):

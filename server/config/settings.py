@@ -89,6 +89,8 @@ class ServerSettings(BaseModel):
             would wait longer gets 503. 0: no such limit (default: half the time to first token of an idle server).
         prefix_cache_scope: who shares cached prompts if API keys are set: key shares them among requests with the same
             key, global among all.
+        enable_lora_loading: folder of LoRA adapters that clients with an admin API key may load and unload while the
+            service runs, with /v1/load_lora_adapter and /v1/unload_lora_adapter (default: nobody may).
         tool_call_parser: format of tool calls in the model's output: a name from the documentation, none, or auto to
             find it in the chat template.
         reasoning_parser: format of reasoning in the model's output: a name from the documentation, none, or auto to
@@ -153,6 +155,7 @@ class ServerSettings(BaseModel):
     max_num_queued_tokens: int | None = Field(default=None, ge=1)
     max_queue_time: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     prefix_cache_scope: Literal["key", "global"] = "key"
+    enable_lora_loading: str | None = _NAME
     tool_call_parser: str = Field(default="auto", min_length=1)
     reasoning_parser: str = Field(default="auto", min_length=1)
     tool_prompt: Literal["auto", "off"] = "auto"
@@ -303,6 +306,19 @@ class ServerSettings(BaseModel):
                 raise ConfigError(f"{name} is set, but there are no API keys to limit. Set api_key_file.")
         return self
 
+    @check_model(mode="after")
+    def _check_lora_loading(self) -> Self:
+        if self.enable_lora_loading is None:
+            return self
+        if not self.api_key and self.api_key_file is None:
+            raise ConfigError(
+                "enable_lora_loading is set, but there are no API keys: loading needs one with the role admin. Set "
+                "api_key_file."
+            )
+        if not Path(self.enable_lora_loading).expanduser().is_dir():
+            raise ConfigError(f"enable_lora_loading must be a folder, but {self.enable_lora_loading!r} is none.")
+        return self
+
     @check_field("max_api_memory")
     @classmethod
     def _check_memory(cls, value: int | str | None) -> int | str | None:
@@ -342,6 +358,17 @@ class SettingsBase(ServerSettings, BaseSettings):
     def _split_files(cls, value: Any) -> Any:
         return _split(value)
 
+    @check_field("lora_modules", mode="before", check_fields=False)
+    @classmethod
+    def _split_modules(cls, value: Any) -> Any:
+        """NAME=PATH, JSON objects, or mappings of a config file."""
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        texts = (json.dumps(item) if isinstance(item, dict) else item for item in value)
+        return [part for item in texts for part in (_modules(item) if isinstance(item, str) else [item])]
+
     @check_field("kv_events_config", "speculative_config", mode="before", check_fields=False)
     @classmethod
     def _write_json(cls, value: Any) -> Any:
@@ -379,7 +406,10 @@ class SettingsBase(ServerSettings, BaseSettings):
         Raises:
             ConfigError: a value is out of range or contradicts another.
         """
-        return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
+        config = EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
+        if self.enable_lora_loading is not None and config.max_loras is None:
+            config = dataclasses.replace(config, max_loras=max(1, len(config.lora_modules)))
+        return config
 
 
 def _engine_fields() -> dict[str, Any]:
@@ -426,12 +456,27 @@ def shown(name: str, value: Any) -> Any:
 
 
 def _split(value: Any) -> Any:
-    """A list, or one text separated by commas, as a list; repeated flags may be both. What is neither stays."""
+    """A list, or one text separated by commas, as a list; repeated flags may be both. Other values stay as they are."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         return value
     return [part.strip() for item in value for part in item.split(",") if part.strip()]
+
+
+def _modules(text: str) -> list[str]:
+    """The items of one text, separated by commas, which JSON objects may contain, too."""
+    found, rest = list[str](), text.strip()
+    while rest:
+        end = rest.find(",") if "," in rest else len(rest)
+        if rest.startswith("{"):
+            try:
+                _, end = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError):
+                end = len(rest)  # the engine's config says what is wrong
+        found.append(rest[:end].strip())
+        rest = rest[end:].lstrip(", ")
+    return found
 
 
 def _explain(cls: type[BaseModel], problem: ValidationError) -> str:

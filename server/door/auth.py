@@ -22,6 +22,7 @@ METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 ABOUT_PATHS = frozenset(
     {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
 )
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
@@ -35,8 +36,10 @@ def routed_path(scope: Scope) -> str:
 
 
 def roles_for(path: str) -> frozenset[Role]:
-    """The roles of which a key needs one to ask for this path, as `routed_path` gives it. What is on no list, unknown
-    routes included, may make the model work."""
+    """The roles of which a key needs one to ask for this path, as `routed_path` gives it. A path that is on no list may
+    make the model work. That includes unknown routes."""
+    if path in ADMIN_PATHS:
+        return frozenset({Role.ADMIN})
     if path in METRICS_PATHS:
         return frozenset({Role.METRICS, Role.ADMIN})
     if path in ABOUT_PATHS or path.startswith(_ABOUT_FOLDERS):
@@ -59,11 +62,10 @@ class AuthMiddleware:
     """Answers 401 to requests without a valid key, and 403 to those whose key has another role, before anything of the
     body is read. A key comes as a bearer token, or without one in X-Api-Key.
 
-    What needs no key is a list of whole paths, compared with the decoded path that the router sees; all
-    else is closed, whether there is a route or not. Without keys everything is open.
-    `scope["state"]["tenant"]` then names the key of the request; it is not set where no valid key was sent.
-    `scope["state"]["api_key"]` is the `ApiKey` that has opened a path which needs one. A key's own name is in every
-    line of the request's log.
+    A list of whole paths, compared with the decoded path that the router sees, needs no key. All other paths need one,
+    whether there is a route or not. Without keys everything is open. `scope["state"]["tenant"]` then names the key of
+    the request; it is not set where no valid key was sent. `scope["state"]["api_key"]` is the `ApiKey` that has opened
+    a path which needs one. A key's own name is in every line of the request's log.
 
     Args:
         keys: asked at each request, so that changes of it count at once.

@@ -62,7 +62,7 @@ class Connection:
         self.stalled = False
 
     def bound_buffers(self) -> None:
-        """Let what waits for the client be little. The transport may call `pause_writing` at once."""
+        """Limit the data that waits for the client. The transport may call `pause_writing` at once."""
         if self._socket is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
@@ -167,7 +167,7 @@ async def drain_connections(drain: Drain, connections: Set[Any], seconds: float)
 
 
 async def close_connections(connections: Set[Any], seconds: float) -> None:
-    """Close all connections; what has been written may still arrive within so many seconds."""
+    """Close all connections. Data that has been written may still arrive within so many seconds."""
     for connection in list(connections):
         connection.shutdown()
     began = time.monotonic()

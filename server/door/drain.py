@@ -16,7 +16,7 @@ ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/ping"
 
 
 def shutting_down() -> ApiError:
-    """The answer to what comes too late, or was not finished in time."""
+    """The answer to a request that comes too late, or was not finished in time."""
     return ApiError(
         503,
         "The service is shutting down; send the request to another instance, or try again when it is back.",
@@ -26,7 +26,7 @@ def shutting_down() -> ApiError:
 
 
 class Drain:
-    """Whether the service stops, and what still runs.
+    """The state of a service that may be stopping: whether it is, and how many requests still run.
 
     Attributes:
         draining: no new request is served.

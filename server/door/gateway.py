@@ -18,8 +18,8 @@ _SECRET = re.compile(rb"key|token|auth|secret|passw|cookie|credential")
 def gateway_fields(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
     """Fields of log lines: `session_id`, and `gateway`, the X-Gateway-* headers by the rest of their names.
 
-    Values are cut where they are long, and what is not printable ASCII is replaced; of a header that comes several
-    times the first counts, and what looks like a secret by its name is left out.
+    Long values are cut, and characters other than printable ASCII are replaced. Of a repeated header, only the first
+    counts. Headers whose names suggest a secret are left out.
     """
     session: str | None = None
     gateway: dict[str, str] = {}

@@ -36,13 +36,13 @@ class HostGate:
     """Answers 403 to a request under a foreign name or from a foreign web page, before its key and its body are looked
     at; answers preflights of allowed origins, and lets their pages read all answers, errors included.
 
-    The health endpoints are exempt: probes send any Host, and what they are told is no secret.
+    The health endpoints are exempt: probes send any Host, and the answers are no secret.
 
     Args:
         app: what it guards.
         settings: where the service listens; allowed_hosts and allowed_origins.
-        keys: API keys are set. Host is then compared only if allowed_hosts says with what: browsers send no key by
-            themselves, so a page that does not know one is refused, whatever its name is.
+        keys: API keys are set. Then Host is compared only if allowed_hosts is set. Browsers send no key by themselves,
+            so a foreign page without a key is refused anyway.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, *, keys: bool):
@@ -128,7 +128,7 @@ def _is_same_site(origin: str, host: str) -> bool:
 
 
 def _parts(place: str, port: str = "") -> tuple[str, str] | None:
-    """The name and the port of a Host, in small letters, or None for what is none; `port` is the default."""
+    """The name, in small letters, and the port of a Host header; None if it is invalid. `port` is the default."""
     found = _PLACE.fullmatch(place.lower())
     return None if found is None else (found[1] or found[2] or "", found[3] or port)
 

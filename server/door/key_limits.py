@@ -20,8 +20,8 @@ _SOON = 1  # seconds; when a running request will end is not known
 
 
 class KeyLimitsMiddleware:
-    """Answers 429 to what goes beyond the limits of the request's key, before anything of the body is read, and tells
-    the key in headers how many requests it has left. What does not ask the model for anything is not counted.
+    """Answers 429 to requests beyond the limits of their key, before it reads the body. Headers tell the client how
+    many requests the key has left. Requests that do not use the model are not counted.
 
     Args:
         counts: what keys have running, and their requests a minute.

@@ -95,7 +95,7 @@ def read_api_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or has a line that is not as it should be. Never shows a
-            key, or what might be one.
+            key, or text that might be one.
     """
     limits = {"requests_per_minute": settings.key_requests_per_minute, "max_concurrency": settings.key_max_concurrency}
     keys = {digest_of(key.encode()): ApiKey.of(key, **limits) for key in settings.api_key}  # checked there

@@ -82,7 +82,7 @@ def usable_files() -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process have `usable_files`: what shells and init systems give is for small programs."""
+    """Let this process have `usable_files`: the limits that shells and init systems set are made for small programs."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < usable_files():
         with contextlib.suppress(ValueError, OSError):  # the system knows a lower one: it stays as it was

@@ -24,8 +24,8 @@ _MOST_BODY = 1 << 20  # bytes of a request that are read before its connection i
 
 @contextlib.contextmanager
 def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[Tell]:
-    """Answer connections to a bound socket by a thread within the block; the socket stays open after it. Gives what to
-    call with the percentage of the weights that are loaded, which the answers then name.
+    """Answer connections to a bound socket by a thread within the block; the socket stays open after it. Gives a
+    function that takes the percentage of the weights that are loaded. The answers then name it.
 
     Args:
         settings: with the certificate, if there is one.

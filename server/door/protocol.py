@@ -1,10 +1,9 @@
 """uvicorn's HTTP protocol on httptools, with limits, deadlines and the service's own error answers.
 
-httptools' parser (llhttp) is strict about what request smuggling needs: Content-Length beside
-Transfer-Encoding, repeated or malformed lengths, folded headers, bare line feeds, control characters. What
-it leaves open is closed here: how many bytes and fields a request's head may have, how long it may take,
-which versions and transfer codings are spoken, trailers (dropped), and what becomes of a body that is not
-read.
+httptools' parser (llhttp) is strict about the fields that request smuggling needs: Content-Length beside
+Transfer-Encoding, repeated or malformed lengths, folded headers, bare line feeds, control characters. This module
+closes the gaps that it leaves: how many bytes and fields a request's head may have, how long it may take, which
+versions and transfer codings are spoken, trailers (dropped), and what becomes of a body that is not read.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._rest_timer = self._later(self._rest_timer, LINGER, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and look at what it cannot see."""
+        """Feed the parser, and check what it does not check."""
         if self._deaf:
             return
         self._slot.stir()
@@ -305,7 +304,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no proper request, and end the connection."""
+        """Answer an invalid request, and end the connection."""
         self._deaf = True
         cycle = self.cycle
         if self.lingers:

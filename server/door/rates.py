@@ -42,7 +42,7 @@ class RequestRates:
     """Counts in a sliding window: a minute's requests weigh less and less in the next one, so that no moment lets
     twice the limit through (`limits` calls it a sliding window counter). Refused requests do not count.
 
-    What Redis cannot be asked is counted in this process, until it can be asked again.
+    While Redis is unreachable, this process counts by itself.
 
     Args:
         redis: URL (redis://, rediss://, unix://); None: all is counted in this process.

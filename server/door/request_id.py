@@ -41,8 +41,8 @@ def client_address(scope: Scope) -> str | None:
 
 
 class RequestIdMiddleware:
-    """Binds the request's id, and what gateways say of it, to its logs, sends the id back as X-Request-ID, and lets no
-    exception out. All answers get `NO_SNIFFING`, too.
+    """Binds the request's id, and the gateways' headers, to its log lines. Sends the id back as X-Request-ID, and lets
+    no exception out. All answers get `NO_SNIFFING`, too.
 
     The id is in `scope["state"]["request_id"]`, too. The engine never sees it: there, ids are the server's.
     """

@@ -1,10 +1,10 @@
 """The limit on connections, and the choice of those to close, so that health is answered while all are in use.
 
-Each connection takes a slot. So many are ordinary; the few beyond them, the reserve, exist for what is always answered
-(health and metrics), because only a request that has been read tells what a connection is for. Where all ordinary slots
-are taken the connection that has been kept alive for longest without a request gives its slot up; where the reserve is
-taken, too, its oldest connection that is not being answered is closed. So connections that say nothing, however many,
-cannot keep a probe out that sends its request at once.
+Each connection takes a slot. That many connections are ordinary. A few more, the reserve, exist for requests that are
+always answered (health and metrics): the purpose of a connection is known only once its request has been read. If all
+ordinary slots are taken, the connection that has been idle for longest gives up its slot. If the reserve is taken too,
+its oldest connection that is not being answered is closed. So silent connections cannot lock out a probe that sends its
+request at once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Slot:
         self.unsent: Callable[[], int] = lambda: 0
 
     def ask(self, path: bytes | None) -> ApiError | None:
-        """A request's head has come; what it is answered with, if it may not be served."""
+        """A request's head has arrived. Returns the answer, if the request may not be served."""
         self.answering = True
         return self._slots.ask(self, path)
 

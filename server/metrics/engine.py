@@ -40,9 +40,9 @@ _COUNTERS = (
 class EngineMetrics(Collector):
     """Follows the engine's statistics.
 
-    An engine that was started again counts from zero; what its predecessors had counted is added, so that
-    no counter goes down. While there is no engine its gauges are absent: they would otherwise show the
-    emptiest engine of all, and a router would send everything there.
+    A restarted engine counts from zero. The counts of its predecessors are added, so that no counter goes down. While
+    there is no engine its gauges are absent: they would otherwise show the emptiest engine of all, and a router would
+    send everything there.
 
     Args:
         registry: where the histograms are registered; the collector itself is not.

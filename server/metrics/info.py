@@ -9,11 +9,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine import EngineStats
 from engine.process.client import EngineClient
 
 
 class InfoMetrics(Collector):
-    """The version, the model, the cache's size, catalogues, and that there are no adapters."""
+    """The version, the model, the cache's size, catalogues, and adapters in use."""
 
     def __init__(self, client: EngineClient, model_name: str, version: str):
         self._client = client
@@ -48,10 +49,15 @@ class InfoMetrics(Collector):
             for catalogue in info.catalogues:
                 titles.add_metric([catalogue.name], catalogue.titles)
             yield titles
-        # A router takes the value for the time of the latest change.
-        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        text = "Adapters in use: none, they are not served; the value is the Unix time of the start."
-        yield _told("lora_requests_info", text, adapters, self._started)
+        # A router takes the series with the largest value, the time of the latest change.
+        stats = self._client.stats() if self._client.is_alive else EngineStats()
+        adapters = {
+            "max_lora": str(info.max_loras),
+            "running_lora_adapters": ",".join(stats.running_adapters),
+            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+        }
+        text = "Adapters of running and waiting requests; the value is the Unix time of this answer, or of the start."
+        yield _told("lora_requests_info", text, adapters, time.time() if info.max_loras else self._started)
 
 
 def _told(name: str, text: str, labels: dict[str, str], value: float = 1.0) -> Metric:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of what the server alone sees: how requests go, in the process that answers them."""
+"""Prometheus metrics that only the server can measure: how requests go, in the process that answers them."""
 
 from __future__ import annotations
 
@@ -102,6 +102,12 @@ class RequestMetrics:
         )
         for reason in _REJECTIONS:
             self._rejected.labels(reason)
+        self._adapters = Counter(
+            "octavo_lora_requests",
+            "Requests that were admitted for an adapter, by its name.",
+            labelnames=["lora_name"],
+            registry=registry,
+        )
         self._dropped = Counter(
             "octavo_connections_dropped",
             "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
@@ -191,6 +197,11 @@ class RequestMetrics:
         """Count answers that have ended for that reason."""
         self._by_reason[reason].inc(count)
 
+    def admitted(self, adapter: str | None) -> None:
+        """A request was admitted, for an adapter or for the base model."""
+        if adapter is not None:
+            self._adapters.labels(adapter).inc()
+
     def aborted(self, reason: str, count: int = 1) -> None:
         """Count requests that ended before their answers were complete."""
         self._aborted.labels(reason).inc(count)
@@ -200,7 +211,7 @@ class RequestMetrics:
         self._rejected.labels(reason).inc()
 
     def store_failed(self) -> None:
-        """The store of responses could not do what it was asked."""
+        """An operation of the store of responses failed."""
         self._store_failures.inc()
 
     def connection_dropped(self, kind: str) -> None:

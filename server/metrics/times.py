@@ -43,7 +43,7 @@ class PromptTimes:
         self.latest = [-1.0] * self.num_answers
 
     def note(self, delta: RequestDelta) -> None:
-        """Take over what the engine says about the request itself."""
+        """Take over the times that the engine measured."""
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         if self.scheduled is None:
             self.scheduled = delta.scheduled_time

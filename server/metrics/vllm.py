@@ -27,14 +27,14 @@ _OURS, _THEIRS = "octavo_", "vllm:"
 
 
 class VllmAliases(Collector):
-    """Repeats what other collectors yield as vLLM would: its prefix, and its labels model_name and engine."""
+    """Repeats the metrics of other collectors under vLLM's names: its prefix, and its labels model_name and engine."""
 
     def __init__(self, sources: Sequence[Collector], model_name: str):
         self._sources = sources
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        """The aliases of what the sources say now."""
+        """The aliases of the present metrics."""
         for source in self._sources:
             for metric in source.collect():
                 if metric.name.removeprefix(_OURS) in SHARED_NAMES:

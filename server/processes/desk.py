@@ -1,5 +1,5 @@
-"""The counts for all fronts: one desk for each, over shared gates and keys' counts. A desk gives back what a front
-held that is gone."""
+"""The counts for all fronts: one desk for each, over shared gates and keys' counts. If a front is gone, its desk gives
+back the places that it held."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Line(asyncio.Protocol):
         return line
 
     def tell(self, body: Body) -> None:
-        """Send what needs no answer; nothing happens where the line is closed."""
+        """Send a message that needs no answer. If the line is closed, nothing happens."""
         self._send(Frame(0, False, body))
 
     async def ask(self, body: Body) -> Body:

@@ -70,7 +70,7 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Serve nothing new, and end when what runs has ended."""
+    """Serve no new requests, and end once the running ones have ended."""
 
 
 class ReloadKeys(msgspec.Struct, tag=True):
@@ -179,7 +179,7 @@ class Release(msgspec.Struct, tag=True):
 
 
 class BeginKey(msgspec.Struct, tag=True):
-    """`CountsKeys.begin`; `KeyBegun` answers. What is counted has this number until `EndKey`."""
+    """`CountsKeys.begin`; `KeyBegun` answers. The count has this number until `EndKey`."""
 
     number: int
     tenant: str

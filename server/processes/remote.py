@@ -116,7 +116,7 @@ class RemotePlace:
         self.release()
 
     def release(self) -> None:
-        """Give back what is still held; idempotent."""
+        """Give back everything that is still held; idempotent."""
         if not self._released:
             self._released = True
             self._line.tell(Release(self.number))
@@ -175,7 +175,7 @@ class RemoteKeys:
 
 
 class Steps:
-    """Tells what each step of the engine was, from its statistics.
+    """Reports each step of the engine, from its statistics.
 
     Attributes:
         stepped: told of each step's tokens, and of how many requests wait for the next.

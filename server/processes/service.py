@@ -148,7 +148,7 @@ class _Front:
 
 
 class _Service:
-    """The fronts, and what is done for all of them.
+    """The fronts, and the work that is done for all of them.
 
     Args:
         begin: a front's first words, but for its name.

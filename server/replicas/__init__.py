@@ -1,4 +1,4 @@
 """The service as replicas of a Ray Serve deployment (`octavo[ray]`): Serve carries it, instead of a server of its own.
 
-`application` is what Serve runs, `router` and `scaling` what Serve asks; those three need Ray. The rest does not.
+Serve runs `application` and calls `router` and `scaling`. These three modules need Ray. The rest does not.
 """

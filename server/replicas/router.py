@@ -1,9 +1,9 @@
 """Serve's router that sends a prompt where its beginning is cached. Serve pickles this module by value, and runs it in
 its proxies.
 
-What Serve shows a router of an HTTP request is its head. The body lies in the same process, in the queue that the
-proxy fills for the replica; Serve has no interface to it. Where it is not found there, because another Serve keeps it
-elsewhere, requests are routed by their session (X-Session-ID) or, without one, to the less busy of two.
+Serve shows a router only the head of an HTTP request. The body lies in the same process, in the queue that the proxy
+fills for the replica; Serve has no interface to it. If another version of Serve keeps the body elsewhere, requests are
+routed by their session (X-Session-ID) or, without one, to the less busy of two replicas.
 """
 
 from __future__ import annotations

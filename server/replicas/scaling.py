@@ -8,8 +8,8 @@ WAITING = "octavo_num_requests_waiting"
 
 
 def num_replicas(context: Any) -> tuple[float, dict[str, Any]]:
-    """Serve's policy: as many as the requests need at `target_ongoing_requests` each. Where prompts are so long that
-    requests wait for pages although there are fewer than that: enough for those that wait.
+    """Serve's policy: enough replicas for the requests, at `target_ongoing_requests` each. If long prompts make fewer
+    requests than that wait for pages, enough replicas for the waiting ones.
 
     Args:
         context: Serve's AutoscalingContext.

@@ -124,7 +124,7 @@ class CompletionRun(TextRun):
             id=self.request_id,
             object="text_completion",
             created=self.created,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             choices=pieces,
             system_fingerprint=self.service.fingerprint,
             **extra,

@@ -94,7 +94,7 @@ async def update_conversation(
 async def delete_conversation(
     conversation_id: Id, request: Request, service: ServiceDep, conversations: ConversationsDep
 ) -> ConversationDeleted:
-    """Delete a conversation with all of its items. Answers that were made in it stay, until they are deleted too."""
+    """Delete a conversation with all of its items. Its responses stay until they are deleted too."""
     if not await asked(service, conversations.delete(conversation_id, tenant_of(request))):
         _missing(conversation_id)
     return ConversationDeleted(id=conversation_id)

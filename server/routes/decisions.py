@@ -64,7 +64,7 @@ async def create_decision(
 
     def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> DecisionResponse:
         return DecisionResponse(
-            model=service.model_id,
+            model=service.name_of(run.terms),
             answers=[_answer(*pair) for pair in zip(body.questions, readings, strict=True)],
             usage=DecisionUsage(
                 input_tokens=usage.prompt_tokens,
@@ -159,7 +159,7 @@ async def create_structured_decision(
             id=run.request_id,
             object="structured_decision",
             created=run.created,
-            model=service.model_id,
+            model=service.name_of(run.terms),
             answers={name: _named(body.questions[name], reading) for name, reading in named.items()},
             usage=SystemOneUsage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens),
             diagnostics={

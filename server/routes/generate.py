@@ -123,7 +123,7 @@ async def _rendered(
             "without /render."
         )
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
-    run.terms = read_terms(body, request, service.settings, run.arrival)
+    run.terms = read_terms(body, request, service.settings, run.arrival, service.client.adapters)
     run.leave_out(*run.ignored_fields(), *_given_names(body, _NOT_RENDERED))
     with await service.tokenizing.admit(*run.size(), run.terms.tenant, run.terms.deadline):
         prompts = await run.prompts()
@@ -135,7 +135,7 @@ async def _rendered(
             request_id=base if len(prompts) == 1 else f"{base}-{place}",
             token_ids=prompt.token_ids,
             sampling_params=_given(_with_default(run.shape.params, service, len(prompt.token_ids))),
-            model=service.model_id,
+            model=service.name_of(run.terms),
             stream=bool(body.stream),
             stream_options=None if options is None else options.model_dump(exclude_none=True),
             return_token_ids=body.return_token_ids,
@@ -226,7 +226,7 @@ class _GenerateRun(TextRun):
             told["prompt_logprobs"] = logprobs
         return GenerateResponse(
             request_id=self.given.request_id or self.request_id,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             created=self.created,
             output_mode=self.given.output_mode or "tokens",
             choices=[self._choice(piece) for piece in pieces],

@@ -115,7 +115,7 @@ class _InfillRun(TextRun):
             content=text,
             tokens=tokens,
             stop=True,
-            model=self.service.model_id,
+            model=self.service.name_of(self.terms),
             tokens_predicted=usage.completion_tokens,
             tokens_evaluated=usage.prompt_tokens,
             tokens_cached=usage.prompt_tokens_details.cached_tokens,

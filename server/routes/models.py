@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
-from engine import EngineInfo
+from engine import AdapterInfo, EngineInfo
 from server.answering.endpoints import served_endpoints
 from server.api.message_schemas import MessageError, MessageModel, MessageModelList
 from server.api.schemas import ModelCard, ModelList
@@ -26,13 +26,14 @@ Version = Annotated[
 ]
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
     info = service.client.info
     served = served_endpoints(info, service.tokenizer)
     return ModelCard(
-        id=service.model_id,
+        id=service.model_id if adapter is None else adapter.name,
         created=service.created,
-        root=service.model_id,
+        root=service.model_id if adapter is None else adapter.path,
+        parent=None if adapter is None else service.model_id,
         max_model_len=info.max_model_len,
         max_encoder_len=info.max_encoder_len,
         tasks=list(info.tasks),
@@ -46,11 +47,12 @@ def _card(service: Service) -> ModelCard:
     )
 
 
-def _message_model(service: Service) -> MessageModel:
+def _message_model(service: Service, adapter: AdapterInfo | None = None) -> MessageModel:
     info = service.client.info
+    name = service.model_id if adapter is None else adapter.name
     return MessageModel(
-        id=service.model_id,
-        display_name=service.model_id,
+        id=name,
+        display_name=name,
         created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=info.max_encoder_len or info.max_model_len,
         max_tokens=info.max_model_len,
@@ -77,12 +79,12 @@ def _inputs(info: EngineInfo) -> list[str]:
     summary="List the served models",
 )
 async def list_models(service: ServiceDep, version: Version = None) -> ModelList | Response:
-    """List the model that this server serves."""
+    """List the model that this server serves, and its adapters."""
+    served = [None, *service.client.adapters.values()]
     if version is not None:
-        return _whole(
-            MessageModelList(data=[_message_model(service)], first_id=service.model_id, last_id=service.model_id)
-        )
-    return ModelList(data=[_card(service)])
+        models = [_message_model(service, adapter) for adapter in served]
+        return _whole(MessageModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
+    return ModelList(data=[_card(service, adapter) for adapter in served])
 
 
 # A path, because hub ids hold slashes.
@@ -95,6 +97,7 @@ async def list_models(service: ServiceDep, version: Version = None) -> ModelList
     summary="Describe a served model",
 )
 async def get_model(model_id: str, service: ServiceDep, version: Version = None) -> ModelCard | Response:
-    """Return the served model. Other ids get 404."""
+    """Return the served model, or one of its adapters. Other ids get 404."""
     service.check_model(model_id, exactly=True)
-    return _card(service) if version is None else _whole(_message_model(service))
+    adapter = service.client.adapters.get(model_id)
+    return _card(service, adapter) if version is None else _whole(_message_model(service, adapter))

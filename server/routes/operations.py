@@ -1,4 +1,4 @@
-"""GET /health, /metrics and what tells of the service: for operators."""
+"""GET /health, /metrics and the other endpoints about the service: for operators."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Asset:
 
     @classmethod
     def read(cls, path: Path, changed: Mapping[bytes, bytes] | None = None) -> Asset:
-        """The file at a path, whose ending says what it is, with some of it changed."""
+        """The file at a path, with some of its text replaced. Its ending determines the media type."""
         content = path.read_bytes()
         for old, new in (changed or {}).items():
             content = content.replace(old, new)

@@ -126,6 +126,7 @@ def _completion(body: TranslateRequest, texts: list[str], service: Service) -> C
         how["temperature"] = 0.0
     return CompletionRequest(
         prompt=texts,
+        model=body.model,
         cache_salt=body.cache_salt,
         priority=body.priority,
         request_timeout=body.request_timeout,

@@ -55,7 +55,7 @@ class Tracing:
         child.end(end)
 
     def close(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Send what is left, for so long at most; what the collector has not taken by then is lost."""
+        """Send the remaining spans, for at most so long. Spans that the collector has not taken by then are lost."""
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(seconds)

@@ -1,4 +1,4 @@
-"""`python -m server.workers.child`: a process that forks workers, and what a worker does.
+"""`python -m server.workers.child`: a process that forks workers, and the loop of a worker.
 
 It has no threads and holds nothing but the libraries that jobs need, so a fork of it is safe, takes a millisecond, and
 shares nearly all of its memory.

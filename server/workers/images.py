@@ -48,7 +48,7 @@ class Pixels(msgspec.Struct, array_like=True):
 
 
 def read_picture(picture: Picture) -> Pixels:
-    """The pixels as the model reads them, or what is wrong with the image."""
+    """The pixels as the model reads them, or the reason why the image cannot be read."""
     try:
         image = decode(
             read_text(picture.content, max_bytes=picture.max_bytes),

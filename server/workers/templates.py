@@ -36,11 +36,11 @@ class Conversation(msgspec.Struct, array_like=True):
         messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
         special: names that the template may use: the tokenizer's special tokens.
         variables: further ones, a client's.
-        add_generation_prompt: end with what opens the assistant's answer.
+        add_generation_prompt: end with the beginning of the assistant's answer.
         longest: characters of the text; of a longer one only the length is told.
         tools: as OpenAI's, or None.
         documents: or None.
-        continue_final_message: end with the last message's text, without what closes it.
+        continue_final_message: end with the last message's text, without its closing tokens.
         writing: how the model writes calls, where that is known.
         prompted: the template knows no tools: a system message is to tell of them.
     """

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from engine import CacheMap, Engine, EngineConfig, EngineDeadError, EngineStats, OctavoError
+from engine.interface.adapters import AdapterInfo
 from engine.interface.request import EngineInput, PoolingParams, SamplingParams
 from engine.process.client_interface import Deliver, EngineClient, Progress
 
@@ -15,6 +16,7 @@ class LocalClient(EngineClient):
 
     Attributes:
         asked: what was submitted, by request id.
+        with_adapter: the adapters of these requests.
         abandoned: ids of requests that were given up.
         hold: while it is clear, no step is made.
     """
@@ -23,6 +25,7 @@ class LocalClient(EngineClient):
         self.engine = Engine(config)
         self.info = self.engine.info
         self.asked: dict[str, tuple[EngineInput, SamplingParams | PoolingParams]] = {}
+        self.with_adapter: list[str | None] = []
         self.abandoned: list[str] = []
         self.held = False
         self.dead = False
@@ -40,13 +43,22 @@ class LocalClient(EngineClient):
         cache_salt: str | None = None,
         deadline: float | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         if self.dead:
             raise EngineDeadError("dead")
         self.asked[request_id] = (input, params)
+        self.with_adapter.append(adapter)
         try:
             self.engine.add_request(
-                request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
+                request_id,
+                input,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                deadline=deadline,
+                tenant=tenant,
+                adapter=adapter,
             )
         except OctavoError as problem:
             asyncio.get_running_loop().call_soon(deliver, problem)
@@ -78,6 +90,16 @@ class LocalClient(EngineClient):
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self.engine.abort_request(request_id, choice)
 
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:  # type: ignore[override]
+        return self.engine.adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self.engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.engine.unload_adapter(name)
+
     async def settled(self) -> None:
         return
 
@@ -106,6 +128,7 @@ class LocalClient(EngineClient):
     def forget(self) -> None:
         """Begin anew with what tests look at."""
         self.asked.clear()
+        self.with_adapter.clear()
         self.abandoned.clear()
 
     def sources(self) -> list[Any]:

@@ -18,6 +18,7 @@ from engine.backends import native
 from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Sight
 from engine.backends.native import program as programs
 from engine.backends.native.activations import FUNCTIONS
+from engine.backends.native.adapters import find_runs
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
@@ -161,6 +162,7 @@ class NativeExecutor:
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
         self._backend: NativeAttention | None = None
+        self._thin: Rows | None = None  # of the last product with adapters
         multiplied = (_packed(operation) for operation in program.operations if isinstance(operation, Multiply))
         # Short rows and long ones are multiplied apart.
         self._sorts = any(packed is not None and packed.kind == "amx_float32" for packed in multiplied)
@@ -218,6 +220,7 @@ class NativeExecutor:
                 slots=inputs.slots,
                 calls=calls,
                 starts=inputs.metadata.query_start,
+                runs=None if inputs.adapters is None else find_runs(inputs.adapters),
             )
             state = Pass(inputs, self._tables, _Buffers(self.native))
             for stage in self._stages:
@@ -265,10 +268,17 @@ class NativeExecutor:
         match operation:
             case Normalize(module, x, out, residual):
                 self._norm(module, x, out, residual=residual)
-            case Multiply(_, x, out):
+            case Multiply(linear, x, out):
                 packed = _packed(operation)
                 assert packed is not None
+                if linear.adapters is not None:
+                    assert linear.adapters.table is not None
+                    self._thin = self.native.shrink(linear.adapters.table, x)  # the product does not wait for it
                 self.native.product(packed, x, out)
+            case AddAdapters(linear, _, out) if linear.adapters is not None:
+                assert linear.adapters.table is not None
+                assert self._thin is not None
+                self.native.expand(linear.adapters.table, self._thin, out)
             case PrepareHeads():
                 self._prepare_heads(operation)
             case StoreEncoded(part, kv, layer):
@@ -289,7 +299,7 @@ class NativeExecutor:
             case MixExperts(module, x, out):
                 self._mix_experts(module, x, out)
             case AddAdapters() | AllReduce():
-                pass  # nothing to add where no row has an adapter, and on one device
+                pass  # nothing to add where no adapters are taken, and on one device
 
     def _prepare_heads(self, operation: PrepareHeads) -> None:
         part = operation.part

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.native.activations import FUNCTIONS
+from engine.backends.native.adapters import AdapterTable
 from engine.backends.native.arguments import FORMATS, vector_of
 from engine.backends.native.gemm import Kind, Packed, scratch
 from engine.backends.native.loading import kernels
@@ -23,7 +24,7 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN = range(10)
+_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND = range(12)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -40,8 +41,8 @@ _Place = structure("Place", "int buffer offset stride")
 _Operation = structure("Operation", "int kind | pointer what | int barrier")
 _Step = structure(
     "Step",
-    "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
-    "int spare | pointer tickets times | int outside",
+    "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer runs |"
+    "int num_runs | pointer workspace | int spare | pointer tickets times | int outside",
 )
 _Norm = structure(
     "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
@@ -67,6 +68,8 @@ _Experts = structure(
 _Gather = structure("GatherWhat", "Place x out | int width taps")
 _Add = structure("AddWhat", "Place x y out | int width")
 _Open = structure("OpenWhat", "Place opening x | int width")
+_Shrink = structure("ShrinkWhat", "Place x thin | pointer slots | int inputs")
+_Expand = structure("ExpandWhat", "Place thin y | pointer slots")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
 
 
@@ -165,6 +168,7 @@ class Program:
         self._operations: list[tuple[int, ctypes.Structure, bool]] = []
         self._kept: list[object] = []
         self._tiles: set[tuple[int, int]] = set()
+        self._thins: dict[int, Rows] = {}
         self._list: ctypes.Array[ctypes.Structure] | None = None
         self._pointers = (ctypes.c_void_p * 0)()
         self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
@@ -237,6 +241,28 @@ class Program:
             ),
             packed, barrier=barrier,
         )  # fmt: skip
+
+    def shrink(self, table: AdapterTable, x: Rows) -> Rows:
+        """thin = down @ x of the tokens that have an adapter; what comes next must not read it.
+
+        Returns:
+            thin: for `expand`, which comes before the next call of this.
+        """
+        thin = self._thin(table.rank)
+        what = _Shrink(x=_place(x), thin=_place(thin), slots=table.address, inputs=table.inputs)
+        self._add(_SHRINK, what, table, barrier=False)
+        return thin
+
+    def expand(self, table: AdapterTable, thin: Rows, y: Rows) -> None:
+        """y += up @ thin."""
+        self._add(_EXPAND, _Expand(thin=_place(thin), y=_place(y), slots=table.address), table)
+
+    def _thin(self, rank: int) -> Rows:
+        """A buffer of `rank` float32 numbers for each token."""
+        width = rank * (torch.float32.itemsize // self.dtype.itemsize)
+        if width not in self._thins:
+            self._thins[width] = self.buffer(width)
+        return self._thins[width]
 
     def rotate(
         self,
@@ -395,6 +421,7 @@ class Program:
         slots: Tensor | None,
         calls: Sequence[int],
         starts: Tensor,
+        runs: Tensor | None = None,
     ) -> None:
         """Make ready for a step.
 
@@ -404,6 +431,7 @@ class Program:
             slots: [S] int64: keys and values of the first S tokens go to pages; None where there are no pages.
             calls: addresses of what `attend` names, in order.
             starts: [rows + 1] int32 first token of each row, and the end of the last.
+            runs: [runs, 3] int64 the tokens that have an adapter (`engine.backends.native.adapters.find_runs`).
         """
         tokens = len(positions)
         self._reserve(tokens)
@@ -427,7 +455,12 @@ class Program:
         starts = starts.contiguous()
         assert starts.dtype == torch.int32
         step.starts, step.rows = starts.data_ptr(), len(starts) - 1
-        self._in_use = (positions, slots, addresses, starts)
+        step.num_runs, step.runs = 0, None
+        if runs is not None:
+            assert runs.dtype == torch.int64
+            assert runs.is_contiguous()
+            step.num_runs, step.runs = len(runs), runs.data_ptr()
+        self._in_use = (positions, slots, addresses, starts, runs)
         self._times.clear()
 
     def run(self, first: int, last: int) -> None:
@@ -508,6 +541,8 @@ def _named(kind: int, what: Any) -> str:
         "experts",
         "gather",
         "opening",
+        "adapters, down",
+        "adapters, up",
     )[kind]
 
 

@@ -199,10 +199,10 @@ def _multiply(operation: Multiply, state: Pass) -> None:
 
 
 def _add_adapters(operation: AddAdapters, state: Pass) -> None:
-    adapters = state.inputs.adapters
-    added = None if adapters is None else adapters(operation.linear, state.values[operation.x])
-    if added is not None:
-        state.values[operation.out] = state.values[operation.out] + added
+    adapters, slots = operation.linear.adapters, state.inputs.adapters
+    if adapters is not None and slots is not None:
+        x, out = state.values[operation.x], state.values[operation.out]
+        state.values[operation.out] = adapters.add(x, out, slots)
 
 
 def _all_reduce(operation: AllReduce, state: Pass) -> None:

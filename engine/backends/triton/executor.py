@@ -101,8 +101,10 @@ class _Fusing:
 
     def _add(self, operation: Operation) -> None:
         match operation:
+            case AddAdapters(linear) if linear.adapters is not None:
+                self.operations.append(operation)
             case AddAdapters() | AllReduce():
-                return  # nothing to add where no row has an adapter, and on one device
+                return  # nothing to add where no adapters are taken, and on one device
             case Normalize(module, x, out, None) if x == out != self._stream and self._norm(module) is not None:
                 self._after[x] = self._known(module)
             case Normalize(module, x, out, residual) if x == self._stream and self._norm(module) is not None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from engine.backends.native.program import Rows
 from engine.backends.torch.executor import Handler, Pass
-from engine.backends.triton import norms
+from engine.backends.triton import adapters, norms
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.attention_operations import PrepareHeads
-from engine.model.operations import HasRows
+from engine.model.operations import AddAdapters, HasRows
 from engine.model.program import Operation
 
 
@@ -99,4 +99,10 @@ def _store_heads(operation: StoreHeads, state: Pass) -> None:
     state.values[prepared.queries] = turning[:, : part.heads]
 
 
-HANDLERS: dict[type, Handler] = {Join: _join, StoreHeads: _store_heads}
+def _add_adapters(operation: AddAdapters, state: Pass) -> None:
+    slots, part = state.inputs.adapters, operation.linear.adapters
+    if slots is not None and part is not None:
+        adapters.add(state.values[operation.x], state.values[operation.out], slots, part.down, part.up)
+
+
+HANDLERS: dict[type, Handler] = {Join: _join, StoreHeads: _store_heads, AddAdapters: _add_adapters}

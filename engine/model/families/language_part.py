@@ -85,7 +85,7 @@ def whole_of(config: Any) -> str | None:
 
 
 def without_vision(table: WeightTable) -> WeightTable:
-    """A family's table, for a checkpoint that holds what sees as well."""
+    """A family's table, for a checkpoint that also holds a vision encoder."""
     return replace(
         table,
         renamed=(

@@ -33,7 +33,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def block_norm(config: Any) -> Norm:
-    """The norm of all places."""
+    """The norm that all places use."""
     return Norm("layer", config.norm_eps, bias=config.norm_bias)
 
 

@@ -101,18 +101,8 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
     for info in file.tensors.values():
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
-        found = _LAYER.fullmatch(info.name)
-        if found is None:
-            stem, _, ending = info.name.rpartition(".")
-            name, prefix = architecture.outer.get(stem), ""
-        else:
-            stem, ending = found[2], found[3]
-            name, prefix = architecture.layer.get(stem), f"{architecture.layers}.{found[1]}."
-        if name is None:
-            yield Placed(info.name, info, AsStored())
-            continue
-        make = architecture.arranged.get(f"{stem}.{ending}", architecture.arranged.get(stem))
-        placed = Placed(f"{prefix}{name}.{ending}", info, AsStored() if make is None else make(config))
+        placed = _renamed(info, architecture, config)
+        name = placed.name
         if "{}" not in name:
             yield placed
         elif len(info.shape) != (3 if name.startswith(("mlp.", "block_sparse_moe.")) else 2):
@@ -123,6 +113,39 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
         else:
             for expert in range(info.shape[0]):
                 yield replace(placed, name=placed.name.format(expert), expert=expert)
+
+
+def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
+    """A tensor of a file that holds no model, under transformers' name; its own name if it has none.
+
+    Args:
+        config: the numbers of heads of the model that the tensor is for.
+
+    Raises:
+        UnsupportedModelError: an architecture that is not read.
+    """
+    found = _ARCHITECTURES.get(architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"the architecture {architecture[:80]!a} is not supported as a GGUF file; supported: "
+            f"{', '.join(sorted(_ARCHITECTURES))}"
+        )
+    return _renamed(info, found, config)
+
+
+def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Placed:
+    """A tensor under transformers' name, in which `{}` stands for the number of an expert, or of a head."""
+    found = _LAYER.fullmatch(info.name)
+    if found is None:
+        stem, _, ending = info.name.rpartition(".")
+        name, prefix = architecture.outer.get(stem), ""
+    else:
+        stem, ending = found[2], found[3]
+        name, prefix = architecture.layer.get(stem), f"{architecture.layers}.{found[1]}."
+    if name is None:
+        return Placed(info.name, info, AsStored())
+    make = architecture.arranged.get(f"{stem}.{ending}", architecture.arranged.get(stem))
+    return Placed(f"{prefix}{name}.{ending}", info, AsStored() if make is None else make(config))
 
 
 def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms") -> Config:

@@ -64,8 +64,8 @@ class Latent:
     """Keys and values of all heads are made of one short vector for each token, its latent; one rotated key beside it
     is shared by the heads, too (multi-head latent attention, arXiv:2405.04434, 2.1).
 
-    Pages hold the latent and the shared key, as the one key of a single KV head; its value is the latent in it. What
-    makes a head's keys and values of latents is multiplied with queries and with results instead.
+    Pages hold the latent and the shared key, as the one key of a single KV head; its value is the latent in it. The
+    matrices that make a head's keys and values of latents are multiplied with queries and with results instead.
 
     Attributes:
         width: features of the latent.
@@ -137,12 +137,12 @@ class Attention:
 
     @property
     def content_bias(self) -> bool:
-        """Whether the scores have terms of what stands at a distance."""
+        """Whether the scores have terms that depend on the distance."""
         return isinstance(self.position, Disentangled)
 
     @property
     def query_bias(self) -> bool:
-        """Whether each query brings what is added to its scores."""
+        """Whether each query brings terms for its scores."""
         return isinstance(self.position, QueryBuckets)
 
 

@@ -72,7 +72,7 @@ class Tokens:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches:
     """An image's patches to vectors of `width` features, row by row, by one matrix over a patch's pixels
-    (arXiv:2010.11929). What no whole patch covers at the right and at the bottom is left out.
+    (arXiv:2010.11929). Pixels at the right and at the bottom that fill no whole patch are left out.
 
     Attributes:
         image, patch: height and width, in pixels.

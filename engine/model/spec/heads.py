@@ -63,8 +63,8 @@ class MaskedLm:
 
 @dataclass(frozen=True, slots=True)
 class FirstStates:
-    """Each of the first `count` hidden states goes through layers of its own; the scores are the mean of what these
-    give (arXiv:2012.12877)."""
+    """Each of the first `count` hidden states goes through layers of its own. The scores are the mean of their results
+    (arXiv:2012.12877)."""
 
     count: int
 
@@ -137,7 +137,7 @@ class AtToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """a + ffn(norm(a)), where a is what a learned query finds by attention to all hidden states (arXiv:1810.00825).
+    """a + ffn(norm(a)), where a is the attention of a learned query to all hidden states (arXiv:1810.00825).
 
     Attributes:
         heads: of the attention, whose matrices have biases.
@@ -154,8 +154,8 @@ class Embedder:
     """One vector of an input.
 
     Attributes:
-        pooling: which hidden state it is, or what is made of all.
-        features: what a matrix maps it to; None for no matrix.
+        pooling: the hidden state that is taken, or the function of all of them.
+        features: the width of the result of a matrix; None for no matrix.
         bias: of that matrix.
     """
 
@@ -166,8 +166,8 @@ class Embedder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledSpans:
-    """Scores of how well each span of an input's words goes with each label that the input names: the product of what
-    networks make of the span's two ends and of the label (GLiNER, arXiv:2311.08526).
+    """Scores of how well each span of an input's words goes with each label that the input names: the product of two
+    networks' results, one for the span's two ends and one for the label (GLiNER, arXiv:2311.08526).
 
     Attributes:
         features: of words, labels and spans; hidden states of another size go through a matrix first.

@@ -1,4 +1,4 @@
-"""A whole model, and what follows from its parts."""
+"""A whole model, and the properties that follow from its parts."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class SparseMixer:
 
 @dataclass(frozen=True, slots=True)
 class ScaledInput:
-    """The experts of the largest numbers. What an expert reads is multiplied by the sigmoid of its number; what it
-    answers counts as it is (Llama 4)."""
+    """The experts of the largest numbers. An expert's input is multiplied by the sigmoid of its number. Its output
+    counts as it is (Llama 4)."""
 
 
 Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput

@@ -35,8 +35,8 @@ class GlobalTokens:
 @dataclass(frozen=True, slots=True)
 class BlockSums:
     """Keys and values beside those of tokens, which every token of an input sees, whatever the window: each is made of
-    the sum of a block of tokens, normed (transient global attention, arXiv:2112.07916, 3.1.2). What is left at the end
-    of an input is of its last whole block; an input without one has no sums.
+    the sum of a block of tokens, normed (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at
+    the end of an input belong to its last whole block. An input without a whole block has no sums.
 
     Attributes:
         size: tokens of a block.

@@ -23,13 +23,14 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class PredictingStream:
-    """Beside each token of a decoder goes a vector that stands for the next one: it begins as that one's position and a
-    learned vector, and passes through the same layers. In self-attention it sees what its token sees, and itself; no
-    other sees it, so that pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063, 3.2).
+    """Each token of a decoder has a second vector, which stands for the next token. It begins as that token's position
+    plus a learned vector, and passes through the same layers. In self-attention it sees the same tokens as its token,
+    and itself. No other token sees it, so pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063,
+    3.2).
 
     Attributes:
-        vectors: learned ones, one for each stream of the training. Those after the first predict later tokens, and
-            nothing of them reaches the first, which is the only one here; its vector is the last.
+        vectors: the number of learned vectors, one for each stream of the training. Octavo computes only the first
+            stream, whose vector is the last. The other streams predict later tokens and do not influence the first.
     """
 
     vectors: int

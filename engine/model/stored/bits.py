@@ -22,7 +22,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     """The integers of a matrix of int32 as uint8: along `dim` (0 or 1) there are 32 / bits times as many.
 
     Args:
-        bits: 1 to 8 of each. Where they do not divide 32, integers run on from word to word.
+        bits: 1 to 8 of each. If their width does not divide 32, integers run on from word to word.
     """
     if dim == 0:  # a copy, since a view of one row keeps strides that bytes cannot have
         return unpacked(words.t().clone(memory_format=torch.contiguous_format), bits, 1).t()

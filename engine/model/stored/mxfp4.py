@@ -44,7 +44,7 @@ class Mxfp4(Scheme):
 
 
 def decoded_shape(blocks: Size) -> Size:
-    """The shape of what blocks [..., rows, blocks, bytes] hold: [..., rows, inputs]."""
+    """The shape of the matrix in blocks [..., rows, blocks, bytes]: [..., rows, inputs]."""
     return Size((*blocks[:-2], 2 * blocks[-2] * blocks[-1]))
 
 

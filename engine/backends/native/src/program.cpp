@@ -228,6 +228,20 @@ struct Runner {
     });
   }
 
+  // The rows of `thin` are float32, whatever the others are.
+  float* thin_at(const Place& place) const { return reinterpret_cast<float*>(at(place)); }
+  static int64_t thin_stride(const Place& place) { return place.stride * static_cast<int64_t>(sizeof(T)) / 4; }
+
+  void run(const ShrinkWhat& o) const {
+    adapters::shrink_part(step.runs, step.num_runs, o.slots, at(o.x), o.x.stride, o.inputs, thin_at(o.thin),
+                          thin_stride(o.thin), thread, threads);
+  }
+
+  void run(const ExpandWhat& o) const {
+    adapters::expand_part(step.runs, step.num_runs, o.slots, thin_at(o.thin), thin_stride(o.thin), at(o.y), o.y.stride,
+                          thread, threads);
+  }
+
   void run(const ClipWhat& o) const {
     const Vector most = all(static_cast<float>(o.limit)), least = all(static_cast<float>(-o.limit));
     each_row([&](int64_t row) {
@@ -251,6 +265,8 @@ struct Runner {
       case EXPERTS: return run(*static_cast<const ExpertsWhat*>(o.what));
       case GATHER: return run(*static_cast<const GatherWhat*>(o.what));
       case OPEN: return run(*static_cast<const OpenWhat*>(o.what));
+      case SHRINK: return run(*static_cast<const ShrinkWhat*>(o.what));
+      case EXPAND: return run(*static_cast<const ExpandWhat*>(o.what));
     }
   }
 };
@@ -289,6 +305,10 @@ void run_program(Step& step, const Operation* operations, int64_t count) {
     const bool timed = step.times && thread == 0;
     int64_t begun = timed ? now() : 0;
     for (int64_t i = 0; i < count; ++i) {
+      if ((operations[i].kind == SHRINK || operations[i].kind == EXPAND) && !step.num_runs) {
+        if (timed) step.times[2 * i] = step.times[2 * i + 1] = 0;
+        continue;
+      }
       runner.run(operations[i], threads <= step.spare ? tickets + i * step.spare : nullptr);
       const int64_t done = timed ? now() : 0;
       if (operations[i].barrier) others.wait(threads);

@@ -5,6 +5,7 @@
 // structures, and makes the lists.
 #pragma once
 
+#include "adapters.h"
 #include "attention.h"
 
 namespace octavo {
@@ -14,7 +15,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11 };
 
 struct Operation {
   int64_t kind;
@@ -34,6 +35,8 @@ struct Step {
   Attention* const* calls;   // what attentions of one kind share in this step
   const int32_t* starts;     // [rows + 1] first token of each row
   int64_t rows;
+  const Run* runs;           // [num_runs] of tokens with an adapter
+  int64_t num_runs;
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
   void* tickets;             // [operations, spare] Ticket, for products
@@ -112,6 +115,19 @@ struct AddWhat {
 struct OpenWhat {
   Place opening, x;
   int64_t width;
+};
+
+// thin = down * x of the tokens with an adapter, in float32.
+struct ShrinkWhat {
+  Place x, thin;
+  const AdapterSlot* slots;
+  int64_t inputs;
+};
+
+// y += up * thin.
+struct ExpandWhat {
+  Place thin, y;
+  const AdapterSlot* slots;
 };
 
 struct ClipWhat {

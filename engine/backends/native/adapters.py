@@ -1,0 +1,141 @@
+"""The low-rank additions of adapters to a product, as the library reads them (`src/adapters.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.native.memory import Arena
+from engine.backends.native.structures import structure
+
+_PANEL = 64  # outputs side by side, of src/adapters.h
+
+_LowRank = structure("LowRank", "pointer down up | int down_wide up_wide rank first outputs")
+_Slot = structure("AdapterSlot", "pointer parts | int count")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some ranks of an adapter: down [rank, in], up [panels, rank, _PANEL], for outputs from `first` on."""
+
+    down: Tensor
+    up: Tensor
+    first: int
+    outputs: int
+
+    def structure(self) -> Any:
+        wide = (int(tensor.dtype == torch.float32) for tensor in (self.down, self.up))
+        return _LowRank(self.down.data_ptr(), self.up.data_ptr(), *wide, len(self.down), self.first, self.outputs)
+
+
+class AdapterTable:
+    """The additions to one product, by slot.
+
+    An adapter to several matrices that are one product here has many zeros in `up`: ranks whose changes reach the same
+    outputs are kept together, and the zeros are left out. What bfloat16 holds exactly is kept in it, else in float32.
+
+    Args:
+        slots: the first of them is that of tokens without an adapter.
+        inputs, outputs: of the product.
+        rank: most ranks of an adapter.
+
+    Attributes:
+        address: of the structures that the library reads.
+    """
+
+    def __init__(self, slots: int, inputs: int, outputs: int, rank: int):
+        self.inputs, self.outputs, self.rank = inputs, outputs, rank
+        self._parts: list[list[_Part]] = [[] for _ in range(slots)]
+        self._kept: list[object] = [None] * slots
+        self._slots = (_Slot * slots)()
+        self.address = ctypes.addressof(self._slots)
+
+    def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
+        """Fill a slot with down [rank, in] and up [out, rank], between steps.
+
+        Args:
+            arena: of the adapter, whose products are put in the order in which steps read them.
+        """
+        blocks = list(_blocks(up))
+        downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
+        ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
+        parts = [
+            _Part(down_part, up_part, first, end - first)
+            for down_part, up_part, (_, first, end) in zip(downs, ups, blocks, strict=True)
+        ]
+        made = (_LowRank * len(parts))(*(part.structure() for part in parts))
+        self._parts[slot], self._kept[slot] = parts, made
+        self._slots[slot].parts, self._slots[slot].count = ctypes.addressof(made), len(parts)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self._slots[slot].count = 0
+        self._parts[slot], self._kept[slot] = [], None
+
+    def matrices(self, slot: int) -> tuple[Tensor, Tensor] | None:
+        """The float32 matrices of a slot again, without ranks that change nothing; None if it is empty."""
+        parts = self._parts[slot]
+        if not parts:
+            return None
+        up = torch.zeros(self.outputs, sum(len(part.down) for part in parts))
+        before = 0
+        for part in parts:
+            rank = len(part.down)
+            block = part.up.float().permute(0, 2, 1).reshape(-1, rank)[: part.outputs]
+            up[part.first : part.first + part.outputs, before : before + rank] = block
+            before += rank
+        return torch.cat([part.down.float() for part in parts]), up
+
+
+def find_runs(slots: Tensor) -> Tensor | None:
+    """[runs, 3] the first of each run of tokens with an adapter, their number and their slot; None if there are none.
+
+    Args:
+        slots: [T] int64 of each token, 0 for none.
+    """
+    values = slots.numpy()
+    firsts = np.flatnonzero(np.diff(values, prepend=-1))
+    runs = np.stack((firsts, np.diff(firsts, append=len(values)), values[firsts]), axis=1)[values[firsts] > 0]
+    return torch.from_numpy(runs) if len(runs) else None
+
+
+def _blocks(up: Tensor) -> Iterator[tuple[slice, int, int]]:
+    """Ranks that follow each other and reach the same outputs, with the first of these and the end of the last."""
+    reached = (up != 0).T.to(torch.uint8)  # [rank, out]
+    firsts = reached.argmax(1).tolist()
+    ends = (up.shape[0] - reached.flip(1).argmax(1)).tolist()
+    found: list[tuple[int, int, int, int]] = []
+    for rank, (first, end, any_) in enumerate(zip(firsts, ends, reached.any(1).tolist(), strict=True)):
+        if not any_:
+            continue
+        if found and found[-1][1] == rank and first < found[-1][3] and end > found[-1][2]:
+            begin, _, before, after = found.pop()
+            found.append((begin, rank + 1, min(before, first), max(after, end)))
+        else:
+            found.append((rank, rank + 1, first, end))
+    ordered = sorted(found, key=lambda block: block[2])
+    if any(one[3] > other[2] for one, other in pairwise(ordered)):
+        found = [(0, up.shape[1], ordered[0][2], max(block[3] for block in found))]
+    return ((slice(begin, end), first, last) for begin, end, first, last in found)
+
+
+def _panels(up: Tensor) -> Tensor:
+    return F.pad(up, (0, 0, 0, -len(up) % _PANEL)).view(-1, _PANEL, up.shape[1]).permute(0, 2, 1)
+
+
+def _kept(values: Tensor, arena: Arena) -> Tensor:
+    """A copy in the smallest format that holds the values."""
+    small = values.to(torch.bfloat16)
+    if torch.equal(small.float(), values.float()):
+        values = small
+    else:
+        values = values.float()
+    return arena.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)

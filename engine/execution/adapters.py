@@ -1,0 +1,138 @@
+"""Loading of adapters into the slots of a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from engine.backends.native.memory import Arena
+from engine.errors import AdapterError
+from engine.interface.adapters import AdapterInfo
+from engine.model import spec
+from engine.model.adapters import Adapter, LowRank
+from engine.model.heads import Head
+from engine.model.layers import Linear
+from engine.model.lora.reading import read_adapter
+from engine.model.transformer import Transformer
+
+_WHOLE = ("float32", "bfloat16", "amx_float32", "amx_bfloat16")  # kinds of weights that are not quantised
+
+
+class LoadedAdapters:
+    """The adapters of a model.
+
+    Args:
+        max_loras: slots; 0: the model takes no adapters.
+        max_rank: the largest rank of an adapter.
+
+    Attributes:
+        heads: the heads of adapters that bring their own, by slot.
+    """
+
+    def __init__(self, model: Transformer, max_loras: int, max_rank: int):
+        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
+        self._filled: dict[int, list[Linear]] = {}
+        self.heads: dict[int, Head] = {}
+
+    def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+        """Put an adapter, or the one in a folder or file, into an empty slot.
+
+        Raises:
+            AdapterError: it does not fit the model; nothing was changed.
+        """
+        adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
+        if not 1 <= slot <= self._max_loras:
+            raise AdapterError(f"slot {slot} is none of 1 to {self._max_loras} (max_loras).")
+        linears, head = self._check(adapter), self._head(adapter)
+        arena = Arena()
+        try:
+            for path, linear in linears.items():
+                assert linear.adapters is not None
+                linear.adapters.put(slot, _in_format(adapter.products[path], linear, self._model.dtype), arena)
+        except BaseException:
+            self._empty(list(linears.values()), slot)
+            raise
+        self._filled[slot] = list(linears.values())
+        if head is not None:
+            self.heads[slot] = head
+        return AdapterInfo(
+            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes,
+            slot=slot,
+        )  # fmt: skip
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot."""
+        self._empty(self._filled.pop(slot, []), slot)
+        self.heads.pop(slot, None)
+
+    @staticmethod
+    def _empty(linears: list[Linear], slot: int) -> None:
+        for linear in linears:
+            assert linear.adapters is not None
+            linear.adapters.clear(slot)
+
+    def _read(self, name: str, path: str) -> Adapter:
+        try:
+            return read_adapter(name, path, self._model, self.max_rank)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
+
+    def _head(self, adapter: Adapter) -> Head | None:
+        """The head that an adapter brings, if it does."""
+        if not adapter.replaced:
+            return None
+        head, prefix = self._model.head, "head."
+        if not isinstance(head, Head) or not isinstance(self._model.spec.head, spec.Classifier | spec.AnswerSpan):
+            names = ", ".join(adapter.replaced)
+            raise AdapterError(
+                f"adapter {adapter.name!r} replaces {names}; only heads that classify or find answers can be replaced."
+            )
+        given = {path.removeprefix(prefix): values for path, values in adapter.replaced.items()}
+        if not all(path.startswith(prefix) for path in adapter.replaced):
+            other = next(path for path in adapter.replaced if not path.startswith(prefix))
+            raise AdapterError(f"adapter {adapter.name!r} replaces {other}, which is no part of the head.")
+        try:
+            return head.with_own(given)
+        except KeyError as error:
+            raise AdapterError(f"adapter {adapter.name!r} lacks or cannot replace head.{error.args[0]}.") from error
+        except ValueError as error:
+            raise AdapterError(f"adapter {adapter.name!r} does not fit: head.{error}.") from error
+
+    def _check(self, adapter: Adapter) -> dict[str, Linear]:
+        """The products that an adapter adds to, by their paths."""
+        if not adapter.products and not adapter.replaced:
+            raise AdapterError(f"adapter {adapter.name!r} adds to no product.")
+        modules = dict(self._model.named_modules())
+        found = {}
+        for path, part in adapter.products.items():
+            linear = modules.get(path)
+            if not isinstance(linear, Linear):
+                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, but the model has no such product.")
+            if linear.adapters is None:
+                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, which takes no adapters.")
+            rank = len(part.down)
+            if part.down.shape != (rank, linear.inputs) or part.up.shape != (linear.outputs, rank) or not rank:
+                raise AdapterError(
+                    f"adapter {adapter.name!r} has matrices of {list(part.down.shape)} and {list(part.up.shape)} for "
+                    f"{path}, which maps {linear.inputs} features to {linear.outputs}."
+                )
+            if rank > linear.adapters.rank:
+                raise AdapterError(
+                    f"adapter {adapter.name!r} has rank {rank} for {path}, but at most {linear.adapters.rank} are "
+                    f"allowed (max_lora_rank is {self.max_rank}). Raise --max-lora-rank."
+                )
+            if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
+                raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")
+            found[path] = linear
+        # In the order in which a step reads them.
+        return {path: found[path] for path in modules if path in found}
+
+
+def _in_format(part: LowRank, linear: Linear, dtype: torch.dtype) -> LowRank:
+    """An addition in the format of a product's weight, or in its own precision beside a quantised one."""
+    packed = None if linear.packed is None else linear.packed.native
+    if linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE):
+        return part
+    return LowRank(part.down.to(dtype), part.up.to(dtype))

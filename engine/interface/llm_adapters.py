@@ -1,0 +1,97 @@
+"""The adapters that calls of `LLM` name, loaded when they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import AdapterError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter as vLLM names it.
+
+    Attributes:
+        lora_name: its name.
+        lora_int_id: ignored; names tell adapters apart.
+        lora_path: its folder or file, which is loaded if no adapter has the name.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+Lora = str | LoRARequest
+"""The name of a loaded adapter, the folder or file of one, or vLLM's request."""
+
+
+class AdapterUse:
+    """Loads adapters for calls.
+
+    If all slots are taken, an adapter that an earlier call loaded here makes room.
+
+    Args:
+        engine: the engine that loads.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._own: list[str] = []  # loaded here, the least recently used first
+
+    def each(self, lora: Lora | Sequence[Lora | None] | None, count: int, given: object = None) -> list[str | None]:
+        """The names of the adapters of so many inputs.
+
+        Args:
+            lora: for all inputs, or one for each.
+            given: `lora` under vLLM's name, `lora_request`.
+
+        Raises:
+            InvalidRequestError: it is no adapter, there are not as many as inputs, or both are given.
+            AdapterError: an adapter cannot be loaded.
+        """
+        if lora is not None and given is not None:
+            raise InvalidRequestError("lora and lora_request are the same; set only one of them.", param="lora")
+        chosen: object = given if lora is None else lora
+        listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen] * count
+        if len(listed) != count:
+            raise InvalidRequestError(f"there are {count} inputs but {len(listed)} adapters.", param="lora")
+        named = [_named(one) for one in listed]
+        for name, path in dict.fromkeys(filter(None, named)):
+            self._load(name, path, {one[0] for one in named if one is not None})
+        return [None if one is None else one[0] for one in named]
+
+    def _load(self, name: str, path: str, needed: set[str]) -> None:
+        loaded = self._engine.adapters
+        if name in self._own:
+            self._own.remove(name)
+            self._own.append(name)
+        if name in loaded:
+            if path not in (name, loaded[name].path):
+                raise AdapterError(f"the adapter {name} is loaded from {loaded[name].path}, not from {path}.")
+            return
+        spare = [own for own in self._own if own not in needed]
+        if len(loaded) == self._engine.info.max_loras and spare:
+            self._engine.unload_adapter(spare[0])
+            self._own.remove(spare[0])
+        self._engine.load_adapter(name, path)
+        self._own.append(name)
+
+
+def _named(lora: object) -> tuple[str, str] | None:
+    """The name and the path of an adapter."""
+    if lora is None:
+        return None
+    if isinstance(lora, str) and lora:
+        return lora, lora
+    name, path = (getattr(lora, attribute, None) for attribute in ("lora_name", "lora_path"))  # vLLM's own class, too
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(
+            f"lora must be the name or the path of an adapter, or a LoRARequest, got {lora!r}.", param="lora"
+        )
+    return name, str(path or name)

@@ -1,0 +1,88 @@
+"""The additions of the loaded adapters to one product, by slot."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends import triton as gpu
+from engine.backends.native.adapters import AdapterTable
+from engine.backends.native.memory import Arena
+from engine.model.adapters import LowRank
+
+_ROWS = 16  # of each product that torch computes
+
+
+class AdapterSlots:
+    """The slots of one product; slot 0 is that of tokens without an adapter.
+
+    A GPU's kernels read slots of one size, which recorded steps find at the same place. A CPU has each adapter in its
+    own size.
+
+    Args:
+        inputs, outputs: of the product.
+        slots: adapters that can be loaded.
+        rank: the largest of one that it can take.
+        dtype: of a GPU's slots.
+
+    Attributes:
+        table: what a CPU has.
+        down: [1 + slots, rank, in] on a GPU; up: [1 + slots, out, rank] there.
+    """
+
+    def __init__(self, inputs: int, outputs: int, slots: int, rank: int, dtype: torch.dtype, device: torch.device):
+        self.inputs, self.outputs, self.rank = inputs, outputs, rank
+        self._filled: set[int] = set()
+        self.table: AdapterTable | None = None
+        self.down = self.up = torch.empty(0)
+        if device.type == "cpu" and not gpu.serves(device):
+            self.table = AdapterTable(1 + slots, inputs, outputs, rank)
+        else:
+            self.down = torch.zeros(1 + slots, rank, inputs, dtype=dtype, device=device)
+            self.up = torch.zeros(1 + slots, outputs, rank, dtype=dtype, device=device)
+
+    def put(self, slot: int, part: LowRank, arena: Arena) -> None:
+        """Fill an empty slot; a CPU keeps an adapter's numbers in its arena."""
+        self._filled.add(slot)
+        if self.table is not None:
+            self.table.put(slot, part.down, part.up, arena)
+        else:
+            rank = len(part.down)
+            self.down[slot, :rank].copy_(part.down)
+            self.up[slot, :, :rank].copy_(part.up)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self._filled.discard(slot)
+        if self.table is not None:
+            self.table.clear(slot)
+        else:
+            self.down[slot].zero_()
+            self.up[slot].zero_()
+
+    def warm(self) -> None:
+        """Compile a GPU's kernel."""
+        if self.table is None and gpu.serves(self.down.device):
+            from engine.backends.triton import adapters
+
+            adapters.warm(self.down, self.up)
+
+    def add(self, x: Tensor, out: Tensor, slots: Tensor) -> Tensor:
+        """out [T, out] with what the adapters of these slots [T] make of the rows x [T, in]; computed in float32.
+
+        All rows are multiplied by each adapter, in products of one size, so that no row's bits depend on the others'.
+        """
+        count = len(x)
+        x = F.pad(x.float(), (0, 0, 0, -count % _ROWS)).view(-1, _ROWS, self.inputs)
+        for slot in sorted(self._filled):
+            rows = slots == slot
+            if self.table is not None:
+                found = self.table.matrices(slot) if bool(rows.any()) else None
+            else:
+                found = self.down[slot].float(), self.up[slot].float()
+            if found is not None:
+                thin = torch.bmm(x, found[0].T.expand(len(x), -1, -1))
+                added = torch.bmm(thin, found[1].T.expand(len(x), -1, -1)).view(-1, self.outputs)[:count]
+                out = torch.where(rows[:, None], (out.float() + added).to(out.dtype), out)
+        return out

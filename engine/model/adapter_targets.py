@@ -1,0 +1,55 @@
+"""The products of a stack that adapters may add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from engine.model.attention_operations import AttendBeside, AttendToBlocks, FeedBeside
+from engine.model.global_tokens import GlobalAttention
+from engine.model.layers import CrossAttention, GatedFeedForward, Linear, SelfAttention
+from engine.model.operations import AddAdapters
+
+if TYPE_CHECKING:
+    from engine.model.stack import TransformerStack
+
+
+def adaptable(stack: TransformerStack) -> dict[Linear, int]:
+    """The products that adapters may add to, each with the number of a checkpoint's matrices that it may join.
+
+    Left out are matrices that also multiply other rows than those of tokens, such as vectors beside the tokens or sums
+    of blocks, and those that are no operation of their own, such as those of experts.
+    """
+    operations = stack.program.operations
+    elsewhere = {linear for operation in operations for linear in _elsewhere(operation)}
+    joined = dict(_joined(stack))
+    products = (operation.linear for operation in operations if isinstance(operation, AddAdapters))
+    return {linear: joined.get(linear, 1) for linear in products if linear not in elsewhere}
+
+
+def _elsewhere(operation: object) -> Iterator[Linear]:
+    """The matrices that an operation multiplies by rows that are not its tokens'."""
+    match operation:
+        case AttendToBlocks(module) | AttendBeside(module):
+            yield from _linears(module)
+        case FeedBeside(_, module):
+            yield from _linears(module)
+
+
+def _linears(module: nn.Module) -> Iterator[Linear]:
+    return (each for each in module.modules() if isinstance(each, Linear))
+
+
+def _joined(stack: TransformerStack) -> Iterator[tuple[Linear, int]]:
+    for module in stack.modules():
+        match module:
+            case SelfAttention():
+                yield module.qkv, 3
+                if isinstance(module, GlobalAttention):
+                    yield module.global_qkv, 3
+            case CrossAttention():
+                yield module.kv, 2
+            case GatedFeedForward():
+                yield module.gate_up, 2

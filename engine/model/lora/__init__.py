@@ -1,0 +1,1 @@
+"""Reading LoRA adapters: PEFT's folders and llama.cpp's GGUF files."""

@@ -1,0 +1,64 @@
+"""Adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import AdapterError
+from engine.model.gguf.architectures import Placed, place_alone
+from engine.model.gguf.container import read_gguf
+from engine.model.gguf.tensors import check_readable, mapped, read_tensor
+from engine.model.lora.matrices import Matrices, Whole
+from engine.model.spec import ModelSpec
+
+_HALF = re.compile(r"(.+\.weight)\.lora_([ab])")
+
+
+def gguf_parts(path: Path, model: ModelSpec) -> Iterator[Matrices | Whole]:
+    """The matrices of a file. Rows of queries and keys that llama.cpp stores in another order are put back.
+
+    Args:
+        model: the model that the adapter is for.
+
+    Raises:
+        AdapterError: no adapter, another kind of adapter, or an architecture that is not read.
+        ModelLoadError: a damaged file.
+    """
+    file = read_gguf(path)
+    kind, way = (file.metadata.get(name) for name in ("general.type", "adapter.type"))
+    if kind != "adapter" or way != "lora":
+        raise AdapterError(f"it is not a LoRA adapter: general.type is {kind!r}, adapter.type is {way!r}")
+    if file.metadata.get("adapter.alora.invocation_tokens"):
+        raise AdapterError("activated LoRA is not supported")
+    alpha = file.metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
+        raise AdapterError(f"adapter.lora.alpha must be a number below 1e9, got {alpha!r}")
+    part = model.trunk.attentions[0]
+    numbers = {"num_attention_heads": part.heads, "num_key_value_heads": part.kv_heads}
+    architecture = str(file.metadata.get("general.architecture", ""))
+    halves: dict[str, dict[str, Placed]] = {}
+    for name, info in file.tensors.items():
+        found = _HALF.fullmatch(name)
+        if found is None:
+            raise AdapterError(f"it holds {ascii(name)[:80]}, which is not part of a LoRA adapter")
+        check_readable(path, info)
+        halves.setdefault(found[1], {})[found[2]] = place_alone(replace(info, name=found[1]), architecture, numbers)
+    data = mapped(path)
+    for stem, pair in halves.items():
+        if len(pair) < 2:
+            raise AdapterError(f"half of the adapter of {stem} is missing")
+        down, up = pair["a"], pair["b"]
+        if len(down.info.shape) != 2 or len(up.info.shape) != 2 or "{}" in up.name:
+            raise AdapterError(f"{stem} is not one matrix: adapters of experts are not supported")
+        yield Matrices(
+            up.name.removesuffix(".weight"),
+            alpha / down.info.shape[0] if alpha else 1.0,
+            (down.info.shape, up.info.shape),
+            lambda down=down, up=up: (  # type: ignore[misc]
+                read_tensor(data, down.info),
+                up.arrangement.arrange(read_tensor(data, up.info).float()),
+            ),
+        )

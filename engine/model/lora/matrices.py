@@ -1,0 +1,34 @@
+"""The contents of an adapter's files, before they are read for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The two matrices by which an adapter changes one matrix of a checkpoint.
+
+    Attributes:
+        module: the matrix's module in transformers.
+        scale: the factor of their product.
+        sizes: shapes [rank, in] and [out, rank].
+        read: reads both.
+    """
+
+    module: str
+    scale: float
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    read: Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that an adapter brings in place of the model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]

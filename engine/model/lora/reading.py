@@ -1,0 +1,230 @@
+"""An adapter's files, read for a model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import AdapterError, ModelLoadError
+from engine.model.adapters import Adapter
+from engine.model.gguf.files import SUFFIX
+from engine.model.lora.matrices import Matrices, Whole
+from engine.model.lora.settings import FILE, MOST_RANK, LoraSettings, read_settings
+from engine.model.lora.targets import Target, Targets, joined
+from engine.model.transformer import Transformer
+
+USUAL_RANK = 64
+WEIGHTS = "adapter_model.safetensors"
+_UNSAFE = ("adapter_model.bin", "adapter_model.pt")
+_STEM = "base_model.model."
+_PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_FORMATS = ("F64", "F32", "F16", "BF16")
+_TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embeddings", "embed_in", "embed_out")
+
+logger = logging.getLogger("octavo.model")
+
+
+def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int) -> Adapter:
+    """An adapter for a model.
+
+    Args:
+        name: the name under which requests select it.
+        path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
+        max_rank: `max_lora_rank` of the engine.
+
+    Raises:
+        AdapterError: no adapter, damaged files, shapes that are not the model's, or a kind of adapter that is not
+            applied.
+    """
+    path, targets = Path(path), Targets(model)
+    if path.suffix == SUFFIX:
+        from engine.model.lora.gguf import gguf_parts  # only few need it
+
+        file = path
+        found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
+    else:
+        settings, file = _folder(path)
+        if settings.base:
+            logger.info("The adapter %s was trained on %s.", name, settings.base)
+        found = _peft_parts(file, settings)
+    parts: dict[str, list[tuple[Target, Tensor, Tensor]]] = {}
+    saved: dict[str, Tensor] = {}
+    try:
+        for each in found:
+            if isinstance(each, Whole):
+                parameter, tensor = _replaced(each, targets)
+                saved[parameter] = tensor
+            else:
+                for target, down, up in _read(each, targets, max_rank):
+                    parts.setdefault(target.path, []).append((target, down, up))
+    except (AdapterError, ModelLoadError) as error:
+        told = str(error)
+        raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+    if not parts and not saved:
+        raise AdapterError(f"{file} holds no matrices of an adapter.")
+    products = {product: joined(of_one) for product, of_one in parts.items()}
+    return Adapter(
+        name=name,
+        path=str(path),
+        digest=_digest({f"{k}\0{i}": t for k, p in products.items() for i, t in enumerate((p.down, p.up))} | saved),
+        products=products,
+        replaced=saved,
+    )
+
+
+def largest_rank(paths: Iterable[str]) -> int:
+    """The largest rank that the adapters of these paths state; `USUAL_RANK` if there are none.
+
+    Raises:
+        AdapterError: an adapter cannot be read.
+        ModelLoadError: a GGUF file is damaged.
+    """
+    ranks = []
+    for path in map(Path, paths):
+        if path.suffix == SUFFIX:
+            from engine.model.gguf.container import read_gguf  # only few need it
+
+            ranks += [info.shape[0] for info in read_gguf(path).tensors.values() if info.name.endswith(".lora_a")]
+        else:
+            settings, _ = _folder(path)
+            ranks += [settings.rank, *settings.ranks.values()]
+    return min(max(ranks, default=USUAL_RANK), MOST_RANK)
+
+
+def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Target, Tensor, Tensor]]:
+    """The matrices of one module, for each product that its matrix is a part of."""
+    found = targets.find(each.module)
+    (rank, *inputs), (*outputs, also) = each.sizes
+    for target in found:
+        features_in, features_out = target.stored
+        if inputs != [features_in] or outputs != [features_out] or rank != also or not rank:
+            raise AdapterError(
+                f"the adapter of {each.module} has the shapes {list(each.sizes[0])} and {list(each.sizes[1])}, but "
+                f"the model's matrix has {features_in} inputs and {features_out} outputs. The adapter is for another "
+                "model"
+            )
+    if rank > max_rank:
+        raise AdapterError(
+            f"the adapter of {each.module} has rank {rank}, but max_lora_rank is {max_rank}. Raise --max-lora-rank"
+        )
+    down, up = (tensor.float() for tensor in each.read())
+    up = up * each.scale
+    for tensor in (down, up):
+        if not bool(tensor.isfinite().all()):
+            raise AdapterError(f"the adapter of {each.module} holds NaN or infinite numbers")
+    for target in found:
+        yield target, down, up
+
+
+def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
+    """A parameter of a classifier's head, and its values."""
+    found = targets.head_parameter(each.name)
+    if found is None:
+        if any(f".{word}." in f".{each.name}" for word in _TOKENS):
+            raise AdapterError(
+                f"it brings {each.name}: adapters with added tokens, or with their own token table or output matrix, "
+                "are not supported"
+            )
+        raise AdapterError(f"it brings {each.name} whole: of modules_to_save, only heads of classifiers are supported")
+    entry, shape = found
+    if [torch.Size(each.shape)] != entry.transform.shapes(shape):
+        raise AdapterError(
+            f"{each.name} has the shape {list(each.shape)}, but the model's head has {list(shape)}. Serve a base "
+            "model with as many labels as the adapter has"
+        )
+    filled = torch.empty(shape)
+    entry.transform.fill(filled, 0, each.read().float())
+    if not bool(filled.isfinite().all()):
+        raise AdapterError(f"{each.name} holds NaN or infinite numbers")
+    return entry.target, filled
+
+
+def _folder(path: Path) -> tuple[LoraSettings, Path]:
+    """The settings of a PEFT folder, and its file of weights."""
+    if not path.is_dir():
+        raise AdapterError(
+            f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."
+        )
+    if not (path / FILE).is_file():
+        raise AdapterError(f"The folder {path} has no {FILE}, so it is not an adapter that PEFT saved.")
+    settings = read_settings(path / FILE)
+    if not (path / WEIGHTS).is_file():
+        other = next((name for name in _UNSAFE if (path / name).is_file()), None)
+        if other is not None:
+            raise AdapterError(
+                f"{path / other} is a pickle, which may run code when it is read. Save the adapter as {WEIGHTS} "
+                "(PEFT's save_pretrained does)."
+            )
+        raise AdapterError(f"The folder {path} has no {WEIGHTS}.")
+    return settings, path / WEIGHTS
+
+
+def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole]:
+    """The matrices of a PEFT folder."""
+    try:
+        stored: Any = safe_open(str(file), framework="pt", device="cpu")
+        names = list(stored.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+    modules: dict[str, dict[str, str]] = {}
+    for name in names:
+        short = name.removeprefix(_STEM)
+        if str(stored.get_slice(name).get_dtype()) not in _FORMATS:
+            raise AdapterError(
+                f"{name} is stored as {stored.get_slice(name).get_dtype()}; supported: {', '.join(_FORMATS)}"
+            )
+        if found := _PART.fullmatch(short):
+            modules.setdefault(found[1], {})[found[2]] = name
+        elif "lora_" in short:
+            kind = "adapters of embeddings" if "lora_embedding" in short else "such tensors"
+            raise AdapterError(f"it holds {name}: {kind} are not supported")
+        else:
+            shape = tuple(stored.get_slice(name).get_shape())
+            yield Whole(short, shape, lambda name=name: stored.get_tensor(name))  # type: ignore[misc]
+    for module, halves in modules.items():
+        yield _of_module(module, halves, settings, stored)
+
+
+def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any) -> Matrices:
+    if len(halves) < 2:
+        missing = "B" if "A" in halves else "A"
+        raise AdapterError(f"lora_{missing} of {module} is missing. Save the adapter again")
+    if not settings.aims_at(module):
+        raise AdapterError(f"it holds an adapter of {module}, which target_modules of {FILE} do not name")
+    down, up = (tuple(stored.get_slice(halves[half]).get_shape()) for half in "AB")
+    if len(down) != 2 or len(up) != 2:
+        raise AdapterError(f"{module} has an adapter of {max(len(down), len(up))} dimensions")
+    if down[0] != settings.rank_of(module):
+        raise AdapterError(
+            f"the adapter of {module} has rank {down[0]}, but {FILE} says {settings.rank_of(module)}. The two files "
+            "belong to different adapters"
+        )
+    return Matrices(
+        module,
+        settings.scale_of(module),
+        (down, up),
+        lambda: (stored.get_tensor(halves["A"]), stored.get_tensor(halves["B"])),
+    )
+
+
+def _damaged(file: Path, error: Exception) -> AdapterError:
+    return AdapterError(f"{file} cannot be read ({error}). It is damaged or incomplete: save or copy it again.")
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """A hash of tensors and their names."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        digest.update(f"{name}\0{list(tensors[name].shape)}\0".encode())
+        digest.update(tensors[name].contiguous().numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,244 @@
+"""PEFT's adapter_config.json: which modules an adapter changes, and by how much."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import AdapterError
+
+FILE = "adapter_config.json"
+MOST_RANK = 256
+_MOST_BYTES = 1 << 20
+_MOST_QUANTIFIERS = 3
+
+# Settings that change no answer of a trained adapter.
+_HARMLESS = frozenset(
+    ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
+     "inference_mode", "lora_dropout", "loftq_config", "lora_ga_config", "corda_config", "megatron_core",
+     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type")
+)  # fmt: skip
+_READ = frozenset(
+    ("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform",
+     "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_rslora")
+)  # fmt: skip
+_REASONS = {
+    "use_dora": "DoRA adapters are",
+    "trainable_token_indices": "trained tokens are",
+    "target_parameters": "adapters of expert matrices are",
+    "layer_replication": "repeated layers are",
+    "lora_bias": "biases in adapters are",
+    "alora_invocation_tokens": "activated LoRA is",
+}
+# Ways to begin training that leave the base model's weights as they are.
+_STARTS = ("gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """The settings of one adapter.
+
+    Attributes:
+        rank, alpha: of modules without a pattern of their own.
+        ranks, alphas: by patterns of modules' names.
+        root: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        targets: the names of the modules, or a pattern of them.
+        excluded: modules that are not changed although they are targets.
+        layers: only these layers' modules; None: those of all.
+        layers_patterns: names of lists of layers; empty: any.
+        saved: modules that the adapter brings whole.
+        base: the model that the adapter was trained on; "" if the file does not say.
+    """
+
+    path: Path
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    root: bool
+    targets: tuple[str, ...] | str
+    excluded: tuple[str, ...] | str
+    layers: tuple[int, ...] | None
+    layers_patterns: tuple[str, ...]
+    saved: tuple[str, ...]
+    base: str
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's matrices."""
+        return self.ranks.get(_pattern_of(self.ranks, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """The factor of a module's addition."""
+        rank = self.rank_of(module)
+        return self.alphas.get(_pattern_of(self.alphas, module), self.alpha) / (math.sqrt(rank) if self.root else rank)
+
+    def aims_at(self, module: str) -> bool:
+        """Whether the settings name a module; True also if their pattern is too costly to try."""
+        if _matches(self.excluded, module) is True:
+            return False
+        if isinstance(self.targets, str):
+            return self.targets == "all-linear" or _matches(self.targets, module) is not False
+        return bool(_matches(self.targets, module)) and self._is_in_layer(module)
+
+    def _is_in_layer(self, module: str) -> bool:
+        if self.layers is None:
+            return True
+        patterns = [rf"(?:^|.*?\.){each}\.(?P<layer>\d+)\." for each in self.layers_patterns]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<layer>\d+)\."]:
+            if found := re.match(pattern, module):
+                return int(found["layer"]) in self.layers
+        return False
+
+
+def read_settings(path: Path) -> LoraSettings:
+    """The settings of a file.
+
+    Raises:
+        AdapterError: the file cannot be read, a value is not one that PEFT writes, or Octavo does not apply such
+            adapters.
+    """
+    values = _values(path)
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"{path}: peft_type is {_shown(kind)}. Octavo serves adapters of the type LORA.")
+    for name, value in values.items():
+        if name in _READ or name in _HARMLESS or not value:
+            continue
+        reason = _REASONS.get(name, f"the setting {name} is")
+        raise AdapterError(f"{path}: {reason} not supported ({name} is {_shown(value)}).")
+    bias, start = values.get("bias", "none"), values.get("init_lora_weights", True)
+    if bias != "none":
+        raise AdapterError(f"{path}: biases in adapters are not supported (bias is {_shown(bias)}).")
+    if not isinstance(start, bool) and (not isinstance(start, str) or start.lower() not in _STARTS):
+        raise AdapterError(
+            f"{path}: init_lora_weights is {_shown(start)}, which changes the base model's weights. Convert the "
+            "adapter to a plain one, as PEFT's documentation describes."
+        )
+    rank = _rank(path, "r", values.get("r", 8))
+    alpha = _number(path, "lora_alpha", values.get("lora_alpha", 8))
+    layers = values.get("layers_to_transform")
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    if layers and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
+        raise _wrong(path, "layers_to_transform", layers, "a list of layers' numbers")
+    targets = values.get("target_modules") or ()
+    return LoraSettings(
+        path=path,
+        rank=rank,
+        alpha=alpha,
+        ranks={k: _rank(path, f"rank_pattern[{k!r}]", v) for k, v in _patterns(path, "rank_pattern", values)},
+        alphas={k: _number(path, f"alpha_pattern[{k!r}]", v) for k, v in _patterns(path, "alpha_pattern", values)},
+        root=bool(values.get("use_rslora")),
+        targets=targets if isinstance(targets, str) else _names(path, "target_modules", targets),
+        excluded=_excluded(path, values),
+        layers=tuple(layers) if layers else None,
+        layers_patterns=tuple(
+            _simple(path, "layers_pattern", each)
+            for each in _names(path, "layers_pattern", _listed(values.get("layers_pattern")))
+        ),
+        saved=_names(path, "modules_to_save", values.get("modules_to_save") or ()),
+        base=str(values.get("base_model_name_or_path") or ""),
+    )
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read ({error.strerror}).") from error
+    if len(content) > _MOST_BYTES:
+        raise AdapterError(f"{path} has more than {_MOST_BYTES} bytes, so it is not a file that PEFT wrote.")
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} is not valid JSON ({error}). Save the adapter again.") from error
+    if not isinstance(values, dict):
+        raise AdapterError(f"{path} holds {type(values).__name__}, not an object of settings.")
+    return values
+
+
+def _excluded(path: Path, values: Mapping[str, Any]) -> tuple[str, ...] | str:
+    excluded = values.get("exclude_modules") or ()
+    return excluded if isinstance(excluded, str) else _names(path, "exclude_modules", excluded)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) and value else value or ()
+
+
+def _names(path: Path, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise _wrong(path, name, value, "a list of names")
+    return tuple(value)
+
+
+def _patterns(path: Path, name: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    found = values.get(name) or {}
+    if not isinstance(found, dict):
+        raise _wrong(path, name, found, "an object of patterns")
+    return [(_simple(path, name, pattern), value) for pattern, value in found.items()]
+
+
+def _rank(path: Path, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(path, name, value, "a whole number above 0")
+    if value > MOST_RANK:
+        raise AdapterError(f"{path}: {name} is {value}. Octavo serves adapters up to rank {MOST_RANK}.")
+    return value
+
+
+def _number(path: Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e9:
+        raise _wrong(path, name, value, "a number below 1e9")
+    return float(value)
+
+
+def _wrong(path: Path, name: str, value: Any, wanted: str) -> AdapterError:
+    return AdapterError(f"{path}: {name} must be {wanted}, got {_shown(value)}.")
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _simple(path: Path, name: str, pattern: str) -> str:
+    """The pattern, if trying it on names takes no noticeable time.
+
+    Raises:
+        AdapterError: it might.
+    """
+    if not _is_simple(pattern):
+        raise AdapterError(
+            f"{path}: the pattern {_shown(pattern)} of {name} is not supported. Octavo reads patterns with at most "
+            f"{_MOST_QUANTIFIERS} quantifiers, none of them after a parenthesis. List the modules' names instead."
+        )
+    return pattern
+
+
+def _is_simple(pattern: str) -> bool:
+    if len(pattern) > 1000 or re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > _MOST_QUANTIFIERS:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _matches(names: tuple[str, ...] | str, module: str) -> bool | None:
+    """Whether names, or a pattern, mean a module; None for a pattern that is not tried."""
+    if isinstance(names, str):
+        return bool(re.fullmatch(names, module)) if _is_simple(names) else None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
+    """The first pattern that means a module; the module's own name if none does."""
+    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), module)

@@ -1,0 +1,171 @@
+"""The products of a model that adapters change, under the names that its checkpoints have for their matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import AdapterError
+from engine.model import spec
+from engine.model.adapter_targets import adaptable
+from engine.model.adapters import LowRank
+from engine.model.layers import Linear
+from engine.model.table import Affine, Entry, Joined, Transform, Transposed, keeps_rows
+from engine.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The rows of a product that one matrix of a checkpoint becomes.
+
+    Attributes:
+        path: of the `Linear`, in `model.named_modules()`.
+        size: features in and out of the `Linear`.
+        place: the matrix is source number `place` of the transform.
+    """
+
+    path: str
+    size: tuple[int, int]
+    transform: Transform
+    place: int
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Features in and out of the checkpoint's matrix."""
+        return self.size[0], _rows(self.transform, self.place, self.size[1])
+
+    def lift(self, up: Tensor) -> Tensor:
+        """[out of the Linear, rank] of the checkpoint's [out, rank]: each row where the product has it."""
+        lifted = up.new_zeros(self.size[1], up.shape[1])
+        _fill(self.transform, lifted, self.place, up)
+        return lifted
+
+
+class Targets:
+    """All matrices of a loaded model's checkpoint, by name, and the use that an adapter can make of each."""
+
+    def __init__(self, model: Transformer):
+        assert model.table is not None
+        self._table = model.table
+        self._model = model
+        self._has_classes = isinstance(model.spec.head, spec.Classifier)
+        stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+        changed = {linear for stack in stacks for linear in adaptable(stack)}
+        self._paths = {id(module): path for path, module in model.named_modules() if module in changed}
+        self._entries: dict[str, list[tuple[Entry, int]]] = {}
+        for entry in self._table.entries:
+            for place, source in enumerate(entry.sources):
+                self._entries.setdefault(source, []).append((entry, place))
+
+    def find(self, module: str) -> list[Target]:
+        """The targets of a checkpoint's matrix; none if no answer of this model depends on it.
+
+        Args:
+            module: the name of its module in transformers.
+
+        Raises:
+            AdapterError: there is no such matrix, or adapters of it are not applied; the error says why.
+        """
+        name = self._current(f"{module}.weight")
+        if name == self._table.head:
+            raise AdapterError(f"{module} is the output matrix: adapters of it are not supported")
+        if name not in self._entries:
+            if self._table.ignores(name):
+                return []
+            raise AdapterError(f"the model has no matrix {module}")
+        found: dict[str, Target] = {}
+        for entry, place in self._entries[name]:
+            target = self._target(entry, place, module)
+            found.setdefault(target.path, target)  # several entries: forms of the same parameter
+        return list(found.values())
+
+    def head_parameter(self, name: str) -> tuple[Entry, torch.Size] | None:
+        """The parameter of a classifier's head that is stored under this name, and its shape; None if it is none."""
+        if not self._has_classes:
+            return None
+        parameters = dict(self._model.named_parameters())
+        for entry, _ in self._entries.get(self._current(name), ()):
+            module, _, kind = entry.target.rpartition(".")
+            if not entry.target.startswith("head.") or len(entry.sources) != 1:
+                continue
+            linear = self._model.get_submodule(module)
+            if isinstance(linear, Linear) and kind == "weight":  # its own may have been given up
+                return entry, torch.Size((linear.outputs, linear.inputs))
+            return entry, parameters[entry.target].shape
+        return None
+
+    def _target(self, entry: Entry, place: int, module: str) -> Target:
+        path = entry.target.removesuffix(".weight")
+        if ".embedding." in f".{entry.target}":
+            raise AdapterError(f"{module} belongs to the embedding: adapters of embeddings are not supported")
+        if entry.target.startswith("head."):
+            raise AdapterError(f"{module} belongs to the head: adapters of heads are not supported")
+        try:
+            linear = self._model.get_submodule(path)
+        except AttributeError:
+            linear = None
+        if not isinstance(linear, Linear) or id(linear) not in self._paths:
+            if ".routed." in path or "expert" in module or "router" in path:
+                raise AdapterError(f"{module} belongs to experts: adapters of experts are not supported")
+            raise AdapterError(f"{module} is not a plain product here: adapters of it are not supported")
+        if not _is_rowwise(entry.transform):
+            raise AdapterError(f"{module} is laid out anew by column: adapters of it are not supported")
+        return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, place)
+
+    def _current(self, stored: str) -> str:
+        """The table's name for a checkpoint's tensor of this name (`Checkpoint.rename`)."""
+        name = self._table.current(stored)
+        longer = self._table.prefix + name
+        return longer if name not in self._entries and longer in self._entries else name
+
+
+def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
+    """The addition to one product by adapters of the matrices that it consists of.
+
+    Args:
+        parts: of each its target, down [rank, in], and up [out, rank] as the checkpoint's matrix has its rows.
+    """
+    parts = sorted(parts, key=lambda part: part[0].place)
+    return LowRank(
+        torch.cat([down for _, down, _ in parts]).contiguous(),
+        torch.cat([target.lift(up) for target, _, up in parts], dim=1).contiguous(),
+    )
+
+
+def _is_rowwise(transform: Transform) -> bool:
+    """Whether the rows of the result are rows of what is stored, times a factor."""
+    match transform:
+        case Transposed():
+            return True
+        case Affine(offset=offset, inner=inner):
+            return not offset and _is_rowwise(inner)
+        case Joined(inner=several):
+            return all(map(_is_rowwise, several))
+    return keeps_rows(transform)
+
+
+def _rows(transform: Transform, place: int, outputs: int) -> int:
+    """The outputs of the matrix that is source number `place` of a parameter of so many outputs."""
+    match transform:
+        case Transposed():
+            return outputs
+        case Affine(inner=inner):
+            return _rows(inner, place, outputs)
+        case Joined(lengths=lengths):
+            return _rows(transform.of(place), 0, lengths[place])
+    return int(transform.shapes(torch.Size((outputs, 1)))[place][0])
+
+
+def _fill(transform: Transform, target: Tensor, place: int, up: Tensor) -> None:
+    """Put the rows of `up` [out, rank] where a transform puts the rows of its matrix."""
+    match transform:
+        case Transposed():
+            target.copy_(up)
+        case Affine(factor=factor, inner=inner):
+            _fill(inner, target, place, up * factor)
+        case Joined(lengths=lengths):
+            _fill(transform.of(place), torch.split(target, list(lengths))[place], 0, up)
+        case _:
+            transform.fill(target, place, up)

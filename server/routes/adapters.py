@@ -1,0 +1,76 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Response
+
+from engine import ADAPTER_NAME, AdapterError
+from server.api.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
+from server.api.reading import StrictJsonRoute
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError, shown
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+_EXAMPLE = {"sql": {"value": {"lora_name": "sql", "lora_path": "sql"}}}
+
+
+@router.post("/v1/load_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Load a LoRA adapter")
+async def load_adapter(
+    body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)],
+    service: ServiceDep,
+) -> Response:
+    """Load an adapter from the folder of --enable-lora-loading. Running requests continue."""
+    if not ADAPTER_NAME.fullmatch(body.lora_name) or body.lora_name == service.model_id:
+        message = (
+            f"lora_name must be at most 128 letters, digits, and . _ - / :, and not the name of the model, got "
+            f"{shown(body.lora_name)}."
+        )
+        raise ApiError(400, message, param="lora_name", code="invalid_value")
+    folder = Path(service.settings.enable_lora_loading or "").expanduser()
+    path = await asyncio.to_thread(_inside, folder, body.lora_path)
+    if path is None:
+        message = (
+            f"lora_path must be a LoRA adapter in the folder that --enable-lora-loading names, got "
+            f"{shown(body.lora_path)}."
+        )
+        raise ApiError(400, message, param="lora_path", code="invalid_value")
+    try:
+        await service.client.load_adapter(body.lora_name, str(path))
+    except AdapterError as problem:
+        raise ApiError(400, str(problem), code="invalid_adapter") from problem
+    return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(
+    "/v1/unload_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Unload a LoRA adapter"
+)
+async def unload_adapter(
+    body: Annotated[UnloadAdapterRequest, Body(openapi_examples={"sql": {"value": {"lora_name": "sql"}}})],
+    service: ServiceDep,
+) -> Response:
+    """Unload an adapter. Its running requests end with an error."""
+    try:
+        await service.client.unload_adapter(body.lora_name)
+    except AdapterError as problem:
+        raise ApiError(404, str(problem), param="lora_name", code="model_not_found") from problem
+    return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _text(content: str) -> Response:
+    return Response(content, media_type="text/plain")
+
+
+def _inside(folder: Path, path: str) -> Path | None:
+    """The resolved path, if it and all files that are read there lie in the folder, wherever links lead."""
+    try:
+        whole, found = folder.resolve(strict=True), (folder / path).resolve(strict=True)
+        files = [found, *found.iterdir()] if found.is_dir() else [found]
+        inside = all(file.resolve().is_relative_to(whole) for file in files)
+    except (OSError, ValueError, RuntimeError):  # ValueError: a null byte; RuntimeError: a loop of links
+        return None
+    return found if inside and found != whole else None
