@@ -308,13 +308,16 @@ class Scheduler:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
         A client may send thousands of inputs to pool, so they take turns with other work: in every second step they get
-        tokens only if nothing else runs in it.
+        tokens only if nothing else runs in it. In the steps between, they and other prompts get half of the work. So
+        even a step that is slower than expected delays no answer for long.
         """
         step.begin_prompts()
         pooled = [group for group in chunked if group.request.pooling is not None]
         head = self._waiting.first()
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
+            if not self._pools_last and self._has_other_work(step):
+                step.halve()
         last = pooled if self._pools_last else []
         first = [group for group in chunked if group not in last]
         if first and not first[0].unchunked:

@@ -14,8 +14,8 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-AT_ONCE = 50  # refusals a second that are answered at once
-LONGEST_PAUSE = 1.0  # seconds that any other one waits at most
+AT_ONCE = 100  # refusals a second that are answered at once
+LONGEST_PAUSE = 0.5  # seconds that any other one waits at most
 MOST_PAUSING = 256  # of them, which hold a connection each; beyond that all are answered at once
 LOG_INTERVAL = 1.0  # seconds; refusals in between share a line
 # Takes the tenant; raises ApiError if there is no room for any request of it.
