@@ -3,6 +3,7 @@ matrix of the merged checkpoint, whatever form the family stores it in."""
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine.errors import AdapterError
-from engine.model.lora.reading import read_adapter
+from engine.model.lora.reading import largest_rank, read_adapter
 from engine.model.lora.targets import Targets
 from engine.model.transformer import Transformer
 
@@ -146,6 +147,14 @@ A, B = (f"base_model.model.{Q}.lora_{half}.weight" for half in "AB")
         ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
         ({"rank_pattern": {"(a+)+$": 4}}, "the pattern '(a+)+$' of rank_pattern"),
         ({"alpha_pattern": {"(": 4}}, "the pattern '(' of alpha_pattern"),
+        ({"rank_pattern": {"(a|aa)?" * 60: 4}}, "the pattern '(a|aa)?"),
+        ({"rank_pattern": {"a?" * 60: 4}}, "the pattern 'a?a?"),
+        ({"rank_pattern": {"(a|a)" * 60: 4}}, "the pattern '(a|a)"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, "and no flags or references to groups"),
+        ({"rank_pattern": {r"(q)_proj\1": 4}}, "and no flags or references to groups"),
+        ({"layers_pattern": "(?P<layer>h)"}, "the pattern '(?P<layer>h)' of layers_pattern"),
+        ({"r": 10**400}, "up to rank 256"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
         ({"target_modules": [3]}, "target_modules must be a list of names"),
         ({"r": 8}, "has rank 4, but adapter_config.json says 8"),
@@ -215,6 +224,17 @@ def test_refused_tensors(llama: tuple[Transformer, dict[str, tuple[int, int]]], 
         (good | {"base_model.model.model.embed_tokens.weight": torch.ones(9, 9)}, "added tokens", {}),
         (good | {"base_model.model.model.norm.weight": torch.ones(9)}, "only heads of classifiers", {}),
         (good | {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(9)}, "such tensors are not", {}),
+        (good | {A.replace(".weight", ".default.weight"): good[A].clone()}, f"it holds {Q} twice, under two names", {}),
+        (
+            good
+            | {
+                A.replace(".model.model.", ".model."): good[A].clone(),
+                B.replace(".model.model.", ".model."): good[B].clone(),
+            },
+            "twice, under two names",
+            {},
+        ),
+        (adapter_tensors({"a" * 300: sizes[Q]}), "a tensor whose name has 331 characters; at most 256", {}),
         (huge, "has rank 12, but max_lora_rank is 8. Raise --max-lora-rank", {"r": 12}),
         ({}, "holds no matrices", {}),
     ]
@@ -256,6 +276,12 @@ def test_refused_files(llama: tuple[Transformer, dict[str, tuple[int, int]]], tm
             read_adapter("a", folder, model, 8)
     with pytest.raises(AdapterError, match="is not a folder"):
         read_adapter("a", tmp_path / "nowhere", model, 8)
+    os.mkfifo(tmp_path / "pipe.gguf")  # whoever opens it waits
+    for path in (tmp_path / "pipe.gguf", tmp_path / "nowhere.gguf"):
+        with pytest.raises(AdapterError, match="is not a file"):
+            read_adapter("a", path, model, 8)
+        with pytest.raises(AdapterError, match="is not a file"):
+            largest_rank([str(path)])
 
 
 def test_digests(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
@@ -336,6 +362,7 @@ def test_refused_gguf_adapters(llama: tuple[Transformer, dict[str, tuple[int, in
         (gguf_of(good | {"blk.0.attn_norm.weight": torch.ones(9)}, "llama"), "not part of a LoRA adapter"),
         (gguf_of({"token_embd.weight.lora_a": down, "token_embd.weight.lora_b": up}, "llama"), "embeddings are not"),
         (gguf_of({"blk.7.odd.weight.lora_a": down, "blk.7.odd.weight.lora_b": up}, "llama"), "no matrix blk.7.odd"),
+        (gguf_of({a: torch.ones(300, inputs), b: torch.ones(outputs, 300)}, "llama"), "has rank 300. Octavo serves"),
         (gguf_of(good, "llama")[:-200], "is damaged or incomplete"),
         (b"", "is not a GGUF file"),
     ]

@@ -25,6 +25,7 @@ USUAL_RANK = 64
 WEIGHTS = "adapter_model.safetensors"
 _UNSAFE = ("adapter_model.bin", "adapter_model.pt")
 _STEM = "base_model.model."
+_MOST_NAME = 256
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embeddings", "embed_in", "embed_out")
@@ -48,23 +49,28 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
     if path.suffix == SUFFIX:
         from engine.model.lora.gguf import gguf_parts  # only few need it
 
-        file = path
+        file = _gguf(path)
         found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
     else:
         settings, file = _folder(path)
         if settings.base:
             logger.info("The adapter %s was trained on %s.", name, settings.base)
         found = _peft_parts(file, settings)
-    parts: dict[str, list[tuple[Target, Tensor, Tensor]]] = {}
+    parts: dict[str, dict[int, tuple[Target, Tensor, Tensor]]] = {}
     saved: dict[str, Tensor] = {}
     try:
         for each in found:
             if isinstance(each, Whole):
                 parameter, tensor = _replaced(each, targets)
+                if parameter in saved:
+                    raise _twice(each.name)
                 saved[parameter] = tensor
             else:
                 for target, down, up in _read(each, targets, max_rank):
-                    parts.setdefault(target.path, []).append((target, down, up))
+                    of_one = parts.setdefault(target.path, {})
+                    if target.place in of_one:
+                        raise _twice(each.module)
+                    of_one[target.place] = target, down, up
     except (AdapterError, ModelLoadError) as error:
         told = str(error)
         raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
@@ -72,7 +78,7 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
         raise _damaged(file, error) from error
     if not parts and not saved:
         raise AdapterError(f"{file} holds no matrices of an adapter.")
-    products = {product: joined(of_one) for product, of_one in parts.items()}
+    products = {product: joined(list(of_one.values())) for product, of_one in parts.items()}
     return Adapter(
         name=name,
         path=str(path),
@@ -94,7 +100,9 @@ def largest_rank(paths: Iterable[str]) -> int:
         if path.suffix == SUFFIX:
             from engine.model.gguf.container import read_gguf  # only few need it
 
-            ranks += [info.shape[0] for info in read_gguf(path).tensors.values() if info.name.endswith(".lora_a")]
+            ranks += [
+                info.shape[0] for info in read_gguf(_gguf(path)).tensors.values() if info.name.endswith(".lora_a")
+            ]
         else:
             settings, _ = _folder(path)
             ranks += [settings.rank, *settings.ranks.values()]
@@ -113,6 +121,10 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
                 f"the model's matrix has {features_in} inputs and {features_out} outputs. The adapter is for another "
                 "model"
             )
+    if rank > MOST_RANK:
+        raise AdapterError(
+            f"the adapter of {each.module} has rank {rank}. Octavo serves adapters up to rank {MOST_RANK}"
+        )
     if rank > max_rank:
         raise AdapterError(
             f"the adapter of {each.module} has rank {rank}, but max_lora_rank is {max_rank}. Raise --max-lora-rank"
@@ -149,6 +161,13 @@ def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
     return entry.target, filled
 
 
+def _gguf(path: Path) -> Path:
+    """The path of a GGUF file; opening anything else might wait for ever."""
+    if not path.is_file():
+        raise AdapterError(f"{path} is not a file.")
+    return path
+
+
 def _folder(path: Path) -> tuple[LoraSettings, Path]:
     """The settings of a PEFT folder, and its file of weights."""
     if not path.is_dir():
@@ -178,13 +197,18 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
         raise _damaged(file, error) from error
     modules: dict[str, dict[str, str]] = {}
     for name in names:
+        if len(name) > _MOST_NAME:
+            raise AdapterError(
+                f"it holds a tensor whose name has {len(name)} characters; at most {_MOST_NAME} are read"
+            )
         short = name.removeprefix(_STEM)
         if str(stored.get_slice(name).get_dtype()) not in _FORMATS:
             raise AdapterError(
                 f"{name} is stored as {stored.get_slice(name).get_dtype()}; supported: {', '.join(_FORMATS)}"
             )
         if found := _PART.fullmatch(short):
-            modules.setdefault(found[1], {})[found[2]] = name
+            if modules.setdefault(found[1], {}).setdefault(found[2], name) != name:
+                raise _twice(found[1])
         elif "lora_" in short:
             kind = "adapters of embeddings" if "lora_embedding" in short else "such tensors"
             raise AdapterError(f"it holds {name}: {kind} are not supported")
@@ -215,6 +239,10 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
         (down, up),
         lambda: (stored.get_tensor(halves["A"]), stored.get_tensor(halves["B"])),
     )
+
+
+def _twice(module: str) -> AdapterError:
+    return AdapterError(f"it holds {module} twice, under two names. Save the adapter again")
 
 
 def _damaged(file: Path, error: Exception) -> AdapterError:

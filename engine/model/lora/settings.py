@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import AdapterError
+
+_Value = TypeVar("_Value", int, float)
 
 FILE = "adapter_config.json"
 MOST_RANK = 256
 _MOST_BYTES = 1 << 20
-_MOST_QUANTIFIERS = 3
+_MOST_LENGTH, _MOST_QUANTIFIERS, _MOST_GROUPS = 1000, 3, 3  # of a pattern, so that trying it takes no noticeable time
 
 # Settings that change no answer of a trained adapter.
 _HARMLESS = frozenset(
@@ -45,7 +47,7 @@ class LoraSettings:
 
     Attributes:
         rank, alpha: of modules without a pattern of their own.
-        ranks, alphas: by patterns of modules' names.
+        ranks, alphas: of modules whose names have a pattern; the first pattern that matches counts.
         root: the scale is alpha / sqrt(rank) instead of alpha / rank.
         targets: the names of the modules, or a pattern of them.
         excluded: modules that are not changed although they are targets.
@@ -58,8 +60,8 @@ class LoraSettings:
     path: Path
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
     root: bool
     targets: tuple[str, ...] | str
     excluded: tuple[str, ...] | str
@@ -70,12 +72,12 @@ class LoraSettings:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices."""
-        return self.ranks.get(_pattern_of(self.ranks, module), self.rank)
+        return _first(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """The factor of a module's addition."""
         rank = self.rank_of(module)
-        return self.alphas.get(_pattern_of(self.alphas, module), self.alpha) / (math.sqrt(rank) if self.root else rank)
+        return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.root else rank)
 
     def aims_at(self, module: str) -> bool:
         """Whether the settings name a module; True also if their pattern is too costly to try."""
@@ -119,6 +121,9 @@ def read_settings(path: Path) -> LoraSettings:
             f"{path}: init_lora_weights is {_shown(start)}, which changes the base model's weights. Convert the "
             "adapter to a plain one, as PEFT's documentation describes."
         )
+    root = values.get("use_rslora") or False
+    if not isinstance(root, bool):
+        raise _wrong(path, "use_rslora", root, "true or false")
     rank = _rank(path, "r", values.get("r", 8))
     alpha = _number(path, "lora_alpha", values.get("lora_alpha", 8))
     layers = values.get("layers_to_transform")
@@ -131,9 +136,9 @@ def read_settings(path: Path) -> LoraSettings:
         path=path,
         rank=rank,
         alpha=alpha,
-        ranks={k: _rank(path, f"rank_pattern[{k!r}]", v) for k, v in _patterns(path, "rank_pattern", values)},
-        alphas={k: _number(path, f"alpha_pattern[{k!r}]", v) for k, v in _patterns(path, "alpha_pattern", values)},
-        root=bool(values.get("use_rslora")),
+        ranks=_patterns(path, "rank_pattern", values, _rank),
+        alphas=_patterns(path, "alpha_pattern", values, _number),
+        root=root,
         targets=targets if isinstance(targets, str) else _names(path, "target_modules", targets),
         excluded=_excluded(path, values),
         layers=tuple(layers) if layers else None,
@@ -178,18 +183,24 @@ def _names(path: Path, name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _patterns(path: Path, name: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _patterns(
+    path: Path, name: str, values: Mapping[str, Any], read: Callable[[Path, str, Any], _Value]
+) -> dict[re.Pattern[str], _Value]:
+    """The values of a setting that has one for each pattern; a pattern means the end of a module's name."""
     found = values.get(name) or {}
     if not isinstance(found, dict):
         raise _wrong(path, name, found, "an object of patterns")
-    return [(_simple(path, name, pattern), value) for pattern, value in found.items()]
+    return {
+        re.compile(rf"(?:.*\.)?(?:{_simple(path, name, pattern)})$"): read(path, f"{name}[{_shown(pattern)}]", value)
+        for pattern, value in found.items()
+    }
 
 
 def _rank(path: Path, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _wrong(path, name, value, "a whole number above 0")
     if value > MOST_RANK:
-        raise AdapterError(f"{path}: {name} is {value}. Octavo serves adapters up to rank {MOST_RANK}.")
+        raise AdapterError(f"{path}: {name} is {_shown(value)}. Octavo serves adapters up to rank {MOST_RANK}.")
     return value
 
 
@@ -217,16 +228,26 @@ def _simple(path: Path, name: str, pattern: str) -> str:
     if not _is_simple(pattern):
         raise AdapterError(
             f"{path}: the pattern {_shown(pattern)} of {name} is not supported. Octavo reads patterns with at most "
-            f"{_MOST_QUANTIFIERS} quantifiers, none of them after a parenthesis. List the modules' names instead."
+            f"{_MOST_QUANTIFIERS} quantifiers, none of them after a parenthesis, at most {_MOST_GROUPS} groups, and no "
+            "flags or references to groups. List the modules' names instead."
         )
     return pattern
 
 
 def _is_simple(pattern: str) -> bool:
-    if len(pattern) > 1000 or re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > _MOST_QUANTIFIERS:
+    plain = re.sub(r"\\.", "", pattern)  # without escaped characters
+    quantified = plain.replace("(?", "(")
+    if (
+        len(pattern) > _MOST_LENGTH
+        or plain.count("(") > _MOST_GROUPS
+        or re.search(r"\)[*+?{]", plain)
+        or len(re.findall(r"[*+?{][+?]?", quantified)) > _MOST_QUANTIFIERS
+        or re.search(r"\\\d|\(\?P", pattern)
+    ):
         return False
     try:
         re.compile(pattern)
+        re.compile(f"x(?:{pattern})")  # refuses flags of the whole pattern
     except (re.error, OverflowError, RecursionError):
         return False
     return True
@@ -239,6 +260,6 @@ def _matches(names: tuple[str, ...] | str, module: str) -> bool | None:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that means a module; the module's own name if none does."""
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), module)
+def _first(values: Mapping[re.Pattern[str], _Value], module: str, usual: _Value) -> _Value:
+    """The value of the first pattern that matches a module's name."""
+    return next((value for pattern, value in values.items() if pattern.match(module)), usual)
