@@ -18,6 +18,7 @@ from pydantic import model_validator as check_model
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
+from engine.interface.json_settings import as_json
 from server.answering.formats import CALLS, REASONING, check_name
 from server.config.sources import VariableSource
 from server.config.wording import allowed, choices, did_you_mean, field_docs, is_switch
@@ -372,7 +373,16 @@ class SettingsBase(ServerSettings, BaseSettings):
     @check_field("kv_events_config", "speculative_config", mode="before", check_fields=False)
     @classmethod
     def _write_json(cls, value: Any) -> Any:
-        return json.dumps(value) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        method = value.get("method")
+        return as_json({**value, "method": "off"} if method is False else value)
+
+    @check_field("quantization_cache", "speculative_config", "tool_prompt", mode="before", check_fields=False)
+    @classmethod
+    def _take_off(cls, value: Any) -> Any:
+        """YAML reads the bare word off as false."""
+        return "off" if value is False else value
 
     @check_model(mode="before")
     @classmethod
