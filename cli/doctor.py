@@ -369,7 +369,7 @@ def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Fi
 
 
 def _octavo_there(settings: ServerSettings) -> str | None:
-    """The model that an Octavo serves at the settings' address; None where none answers. A key that only the file
+    """The model that an Octavo serves at the settings' address; None if none answers. A key that only the file
     holds is not sent: then the page at / tells that it is Octavo."""
     listening = {
         "host": settings.host,

@@ -18,7 +18,7 @@ class TalkError(Exception):
     """An error with its cause and its remedy.
 
     Attributes:
-        code: the server's code for it, "" where there is none.
+        code: the server's code for it, "" if there is none.
     """
 
     def __init__(self, message: str, code: str = ""):

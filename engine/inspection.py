@@ -55,7 +55,7 @@ class TorchFacts:
         version: such as 2.13.0+cpu.
         cuda, rocm: version of CUDA or ROCm it was built with; None for both in a CPU build.
         gpus: names of the GPUs it sees.
-        kernels: the instruction set of Octavo's own kernels for the CPU; "" where torch computes everything.
+        kernels: the instruction set of Octavo's own kernels for the CPU; "" if torch computes everything.
         no_kernels: why there are none.
     """
 
@@ -77,12 +77,12 @@ class ModelFacts:
         weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or quantised as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 where the checkpoint has no quantised weights.
+        weights_as_stored: with the quantization "stored"; 0 if the checkpoint has no quantised weights.
         resident: the memory of the engine's process on a CPU before its first request; 0 on a GPU.
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
-        max_num_seqs: most requests of which each has a row in a step.
+        max_num_seqs: most requests that can have a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
             0.0 for an encoder-only model.
         block_size: tokens a page holds.
@@ -91,8 +91,8 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: of a GGUF file, or of a checkpoint with quantised weights, how many bytes are in each format, the most
-            first (`Checkpoint.stored_bytes`).
+        stored: bytes in each format, the largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
+            quantised weights.
         hears: it is a speech model.
         no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
@@ -127,7 +127,7 @@ class CacheFacts:
     """The folder that keeps quantised weights.
 
     Attributes:
-        folder: None where they are not.
+        folder: None if they are not.
         entries, size: how many checkpoints' there are, and the bytes they take.
         problem: why none can be kept there; "" if they can.
     """

@@ -367,7 +367,7 @@ class Ticket:
         self._estimate, self._tokens = 0, list(tokens)
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """`measure`, as every place has it."""
+        """The `measure` that every place has."""
         self.measure(tokens)
 
     def started(self, index: int) -> None:

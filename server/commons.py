@@ -33,7 +33,7 @@ class Commons:
         keys: what API keys have running.
         make_turns: what hands inputs to an engine with these facts; called once.
         render: the exposition of all metrics, and its content type, for what a scraper accepts.
-        cancel: ends an answer of a tenant, by its id, that another process streams; it as far as it is, or None where
+        cancel: ends an answer of a tenant, by its id, that another process streams; it as far as it is, or None if
             there is none.
         close: gives up what is held.
     """

@@ -60,21 +60,21 @@ class Service:
 
     Attributes:
         client: the engine.
-        tokenizer: None where the model has none: then prompts are token ids and texts empty.
+        tokenizer: None if the model has none: then prompts are token ids and texts empty.
         model_id: the name under which clients know the model.
         metrics: this app's counters.
         commons: what is counted over all processes that answer HTTP.
         turns: hands inputs for vectors, classes and masked tokens to the engine.
         live: what clients of the live feed are shown.
-        response_store: keeps answers of /v1/responses; None where none are kept.
+        response_store: keeps answers of /v1/responses; None if none are kept.
         running_responses: its streams, by their ids.
         background: its answers that this process makes in the background, by their ids.
         drain: whether the service stops.
         memory: whether the process has too much.
         renderer: renders chat messages.
-        answers: how the model's answers to them are read.
+        answers: the object that reads the model's answers.
         grammars: tries what answers must look like, before the engine is asked.
-        images: reads those of requests; None where that is not needed.
+        images: reads those of requests; None if that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.
         decoding: held while a part of a sound is decoded, which takes the memory of the file several times.
         queueing: held by the background responses that ask for room next; the others wait behind them.

@@ -169,7 +169,7 @@ class Conversations:
         return await self._run(self._item, id_, tenant or "", item)
 
     async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
-        """Delete one of its items; None where that is not there either."""
+        """Delete one of its items; None if that is not there either."""
         return await self._run(self._delete_item, id_, tenant or "", item)
 
     async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:

@@ -39,7 +39,7 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
 
 
 def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:
-    """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted.
+    """The tokenizer of the model that an engine has loaded; None if there is none, or none is wanted.
 
     Args:
         early: the tokenizer that was read while the engine loaded; used if it is that of the engine's model.

@@ -45,7 +45,8 @@ class Gate(Protocol):
     """Admits requests while there is room; see `server.admission.Admission`."""
 
     async def look(self, tenant: str | None = None) -> None:
-        """Refuse a request of which no more is known than whose it is, if any would be refused.
+        """Refuse a request of this tenant if every request of the tenant would be refused. Nothing else is known of it
+        yet.
 
         Raises:
             ApiError: 503, there is no room.

@@ -1,4 +1,4 @@
-"""The server of a service that is one process beside its engine's."""
+"""The server of a service with one HTTP process."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _GRACE = 5.0  # seconds to end by SIGNAL
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger; False where the system does not tell."""
+    """Whether a process is stopped by a signal or a debugger; False if the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")

@@ -29,7 +29,7 @@ _MIB = 2**20
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not tell."""
+    """Bytes of this process that are in memory; 0 if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

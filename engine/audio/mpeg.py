@@ -104,7 +104,7 @@ def _resume(data: bytes, at: int) -> int | None:
 
 
 def _kind(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Version, rate, and whether it is mono; None where no frame of layer III begins."""
+    """Version, rate, and whether it is mono; None if no frame of layer III begins."""
     if at + 4 > len(data) or data[at] != 0xFF or not _length(data[at + 1], data[at + 2]):
         return None
     return data[at + 1] & 0x18, data[at + 2] & 0x0C, data[at + 3] >> 6 == 3
@@ -112,7 +112,7 @@ def _kind(data: bytes, at: int) -> tuple[int, int, bool] | None:
 
 @cache
 def _length(second: int, third: int) -> int:
-    """Bytes of a frame by the second and third byte of its head; 0 where these are none of a frame of layer III."""
+    """Bytes of a frame by the second and third byte of its head; 0 if these are none of a frame of layer III."""
     version, bitrate, rate = second >> 3 & 3, third >> 4, third >> 2 & 3
     if second & 0xE6 != 0xE2 or version == 1 or bitrate in (0, 15) or rate == 3:
         return 0

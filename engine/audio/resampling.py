@@ -38,7 +38,7 @@ class Resampler:
         return (max(end - 1, 0)) * self._step // self._phases + self.reach + 1
 
     def length(self, count: int) -> int:
-        """Samples of the result of so many of the source."""
+        """The number of samples that result from so many samples of the source."""
         return -(-count * self._phases // self._step)
 
     def block(self, source: Samples, first: int, start: int, end: int) -> Samples:

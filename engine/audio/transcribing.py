@@ -197,7 +197,7 @@ class Asking:
         return Question(begin, params)
 
     def placing(self, question: Question, answer: Answer, frames: int) -> Placing | None:
-        """Asks when the tokens of an answer are said; None where there is nothing to ask.
+        """Asks when the tokens of an answer are said; None if there is nothing to ask.
 
         Args:
             question: what was answered.

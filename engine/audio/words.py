@@ -24,7 +24,7 @@ class Word:
 
     Attributes:
         start, end: seconds from the beginning of the whole sound.
-        tokens: those that it is written with.
+        tokens: the tokens of the word.
     """
 
     start: float

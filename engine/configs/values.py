@@ -166,7 +166,7 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All names with their values, those of objects within it, too; these were read from JSON, so they end."""
+    """All names with their values, including those of nested objects. The values come from JSON, so nesting ends."""
     left: list[Any] = [values]
     while left:
         found = left.pop()

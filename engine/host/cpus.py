@@ -81,7 +81,7 @@ def num_cores(cpus: set[int], topology: Path = CPUS) -> int:
 
 @functools.cache
 def core_cache(topology: Path = CPUS) -> int:
-    """Bytes of the second-level cache, which most processors have for each core; 0 where the system does not say."""
+    """Bytes of the second-level cache, which most processors have for each core; 0 if the system does not say."""
     for level in (topology / "cpu0" / "cache").glob("index*"):
         size = re.fullmatch(r"(\d+)K", text_of(level / "size").strip())
         if size and text_of(level / "level").strip() == "2":

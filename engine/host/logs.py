@@ -63,7 +63,7 @@ def _ordered(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LineFormatter(logging.Formatter):
-    """Records of the standard library's logging as such lines."""
+    """Formats records of the standard library's logging as such lines."""
 
     def __init__(self, log_format: LogFormat):
         super().__init__()

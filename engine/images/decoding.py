@@ -61,7 +61,7 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> Image:
-    """An image in RGB, turned as its EXIF data says; of several in a file the first. As `transformers` loads it.
+    """The first image of a file, in RGB, turned as its EXIF data says. As `transformers` loads it.
 
     Raises:
         InvalidRequestError: larger than a limit, of a format that is not read, damaged, or of more than 8 bits a
@@ -150,7 +150,7 @@ def _check_unpacked(error: Exception) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height as a WebP file's first chunk has them (RFC 9649); None where it has none, or is another file."""
+    """Width and height as a WebP file's first chunk has them (RFC 9649); None if it has none, or is another file."""
     if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     match data[12:16]:

@@ -54,7 +54,7 @@ class Forcing(Protocol):
     """A constraint that often allows a single token, several times in a row."""
 
     def forced(self) -> Sequence[int]:
-        """Tokens of which each is the only one that `fill` allows after those before it; none where that is unknown.
+        """Tokens that `fill` forces: each is the only one allowed after those before it. Empty if that is unknown.
         Changes no state."""
 
 

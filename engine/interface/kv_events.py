@@ -97,7 +97,7 @@ def default_topic(model: str, port: int | None, environ: Mapping[str, str]) -> s
 
     Args:
         model: its id to clients.
-        port: of the HTTP service; None where there is none.
+        port: of the HTTP service; None if there is none.
         environ: POD_IP of it is the pod's address; without it this machine's name stands for the pod.
     """
     address = environ.get("POD_IP", "")

@@ -1,4 +1,4 @@
-"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's where they ask for nothing else than Octavo does."""
+"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's arguments if their values change nothing."""
 
 from __future__ import annotations
 

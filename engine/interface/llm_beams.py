@@ -53,9 +53,9 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: the prompt's and the answer's.
-        text: of all tokens; None where the model has no tokenizer.
+        text: of all tokens; None if the model has no tokenizer.
         cum_logprob: sum of the log-probabilities of the answer's tokens.
-        score: what answers are ranked by.
+        score: the number by which answers are ranked.
         finish_reason, stop_reason: as in `CompletionOutput`.
     """
 

@@ -40,7 +40,7 @@ class PromptReader:
     """Reads prompts as the engine takes them.
 
     Attributes:
-        tokenizer: None where the model has none; then prompts are token ids.
+        tokenizer: None if the model has none; then prompts are token ids.
         kept: most tokens of a prompt; longer ones are cut. None: all.
     """
 

@@ -61,7 +61,7 @@ class _Hearing:
 
 @dataclass(slots=True)
 class Transcriber:
-    """Turns sounds into texts, the windows of all of them beside each other.
+    """Turns sounds into texts. The windows of all sounds run in the same batches.
 
     Args:
         answers: of a model.

@@ -332,7 +332,7 @@ class SideInfo:
         length: inputs are cut to so many tokens, all included.
         filled: mask tokens fill inputs up to that length.
         attended: other tokens attend to those; else they have vectors, and no token attends to them.
-        ignored: tokens that have no vector. One that the vocabulary lacks stands for the unknown token.
+        ignored: tokens that have no vector. A marker that the vocabulary lacks stands for the unknown token.
         punctuation: nor has the first token of each of ASCII's punctuation marks.
     """
 
@@ -403,12 +403,12 @@ class SpeechInfo:
         max_initial_timestamp: the largest number of the first timestamp; None for any.
         languages: the token of each language, by its code; {} of a model for one language.
         tasks: the tokens of "transcribe" and "translate"; {} of a model that knows the first alone.
-        prompt_id: stands before a text that came before; None where the model names none.
+        prompt_id: stands before a text that came before; None if the model names none.
         language: the code of the one that is taken where a request names none; None: it is detected.
         task: the one that is taken where a request names none.
         defaults_are_forced: these two come from the older `forced_decoder_ids`, which count only where a request names
             neither.
-        alignment: tells when each token is said; None where the model does not say by which heads.
+        alignment: tells when each token is said; None if the model does not say by which heads.
         no_alignment: why it is None.
     """
 
@@ -459,7 +459,7 @@ class EngineInfo:
         encoder_only: inputs are read whole and without pages: then block_size, num_blocks and
             full_requests are 0.
         hidden_size: features of its hidden states.
-        embedding_size: features of its vectors, 0 where it gives none.
+        embedding_size: features of its vectors, 0 if it gives none.
         pooling_modes: the model's own; several have their vectors laid side by side.
         normalize: its vectors have the norm 1, by its own settings.
         has_projection: its vectors are mapped by matrices after pooling.

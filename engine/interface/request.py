@@ -528,7 +528,7 @@ class Request:
         pooling: the wanted results of the prompt's hidden states, instead of an answer; None: an answer.
         sides: further values of each token of the prompt, beside its id.
         adapter: the adapter that it runs with; None: the base model alone.
-        priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
+        priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it has no effect.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
         tenant: on whose behalf it is; tenants that wait are served in turn. None is one, too.

@@ -39,7 +39,7 @@ class Column:
         use: filter: which tokens are drawn from, of rows that sample; condition: what a filter goes by, which says
             nothing alone; penalty: of tokens that occurred; search, draw: what is wanted of a row, and with which
             random numbers, which no request gives as they are.
-        allowed: what a request may give; None where it gives none.
+        allowed: what a request may give; None if it gives none.
         nothing: of a filter, what a request for beams, which do not sample, may give all the same.
     """
 

@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
     """A tokenizer."""
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so; None where there is none."""
+        """The id of the token that is written so; None if there is none."""
 
 
 def read_speech(

@@ -162,11 +162,11 @@ def _repeated(sequences: Int64, nodes: Int64) -> Int64:
 
 
 class Member:
-    """An answer that is one of the sequences of a trie, and ends where one does.
+    """The constraint that an answer is one of the sequences of a trie.
 
     Args:
         trie: of the sequences, without the tokens that end answers.
-        end_ids: what may end an answer; none of them is a token of the trie.
+        end_ids: tokens that may end an answer. None of them is in the trie.
     """
 
     __slots__ = ("_first", "_last", "_may_end", "end_ids", "trie")
@@ -220,7 +220,7 @@ class Member:
                     masks[place, token // 32] |= np.uint32(1 << token % 32)
 
     def fork(self) -> Member:
-        """The same state, which goes its own way."""
+        """A copy of the state, which continues independently."""
         other = Member.__new__(Member)
         other.trie, other.end_ids = self.trie, self.end_ids
         other._first, other._last, other._may_end = self._first, self._last, self._may_end

@@ -108,7 +108,7 @@ class Attend(HasRows):
 
     Attributes:
         module: what it belongs to.
-        kv: keys and values that lie beside the queries; None where they are in pages.
+        kv: keys and values that lie beside the queries; None if they are in pages.
         layer: whose pages; None for an encoder.
     """
 
@@ -155,8 +155,8 @@ class AttendByBuckets(HasRows):
 
     Attributes:
         scores: for each bucket a number of each head.
-        own: the keys and values of tokens that come next, of which each is seen by its own query alone; queries are of
-            these, then. None: queries are of tokens whose keys are in the pages.
+        own: the keys and values of next tokens, each seen only by its own query. Then the queries are those of these
+            tokens. None: queries are of tokens whose keys are in the pages.
     """
 
     READS = ("queries", "scores", "own")

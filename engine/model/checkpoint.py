@@ -94,8 +94,8 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
 
 
 def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
-    """The config of a checkpoint folder, of a vision-language model that of its language part, of GLiNER that
-    of its encoder; code in the checkpoint is never run.
+    """The config of a checkpoint folder. For a vision-language model, the config of its language part; for GLiNER, that
+    of its encoder. Code in the checkpoint is never run.
 
 
     Raises:

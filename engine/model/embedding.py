@@ -106,8 +106,8 @@ class TokenEmbedding(nn.Module):
         self.tokens = nn.Parameter(self.tokens.new_empty(0, self.tokens.shape[1]), requires_grad=False)
 
     def ahead(self, positions: Tensor, vector: Tensor) -> Tensor:
-        """The vectors [Tp, hidden] of next tokens, of which nothing is known but their positions, which follow these
-        [Tp]: with `vector` in the place of a token's."""
+        """The vectors [Tp, hidden] of next tokens. Only their positions are known, which follow these [Tp]: with
+        `vector` in the place of a token's."""
         assert self.positions is not None
         x = vector + F.embedding(positions + (self.offset + 1), self.positions)
         return x if self.norm is None else self.norm(x)

@@ -171,7 +171,7 @@ class ExpertsFeedForward(nn.Module):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Modules of which this is the same run the same compiled kernels."""
+        """Modules with equal values of this run the same compiled kernels."""
         bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
         return self.part, self.down.outputs, self.up.weight.dtype, *bits
 
@@ -210,7 +210,7 @@ class ExpertsFeedForward(nn.Module):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
     def _admitted(self, x: Tensor, tokens: int, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 where an expert has as many
+        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 if an expert has as many
         tokens of an input as it takes."""
         weights, chosen = (found[:tokens] for found in self.route(x))
         if self.part.capacity is None:

@@ -119,7 +119,7 @@ def _fill(path: str, parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class Panel(nn.Module):
-    """Heads of which each reads a hidden state of its own, and whose numbers are averaged."""
+    """Several heads. Each reads a hidden state of its own, and their numbers are averaged."""
 
     def __init__(self, members: Sequence[Head]):
         super().__init__()
@@ -192,10 +192,10 @@ def padded(linear: Linear, x: Tensor, min_rows: int) -> Tensor:
 
 
 def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) -> nn.Module | None:
-    """The module of a model's head; None where the hidden states themselves are the answer.
+    """The module of a model's head; None if the hidden states themselves are the answer.
 
     Args:
-        table: the token table, which a tied head shares; None where the model reads no tokens.
+        table: the token table, which a tied head shares; None if the model reads no tokens.
     """
     hidden, part = model.trunk.output_size, model.head
     sizes: tuple[int, int | None, int]

@@ -118,7 +118,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
 
 @contextmanager
 def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterator[None]:
-    """Turn what the hub's client raises into errors that say what to do."""
+    """Turn exceptions of the hub's client into errors with advice."""
     place = at(model, revision)
     if configured() is not None:
         adopt_libraries()  # else the client's warnings appear twice

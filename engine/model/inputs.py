@@ -38,8 +38,8 @@ class Inputs:
             side that is not there has its default for all.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
-        signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
-        keeper: None where nothing else reads queries; a pass that has one is run by torch, operation by operation.
+        signals: float32 values that rows are made of instead of tokens. `token_ids` are zeros then.
+        keeper: None if nothing else reads queries; a pass that has one is run by torch, operation by operation.
         rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
     """
 

@@ -65,7 +65,7 @@ def take_on_gpu(x: Tensor) -> bool:
 
 
 def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
-    """name(x) of rows x [T, width]; None where torch is to compute it."""
+    """name(x) of rows x [T, width]; None if torch is to compute it."""
     if take_on_gpu(x):
         from engine.backends.triton import activations as on_gpu
 
@@ -76,7 +76,7 @@ def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 
 def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
-    """name(a) * b of rows [a | b] of x [T, 2 * width]; None where torch is to compute it."""
+    """name(a) * b of rows [a | b] of x [T, 2 * width]; None if torch is to compute it."""
     if take_on_gpu(x):
         from engine.backends.triton import activations as on_gpu
 
@@ -87,7 +87,7 @@ def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool) -> Tensor | None:
-    """RMSNorm of the last dimension; None where torch is to compute it."""
+    """RMSNorm of the last dimension; None if torch is to compute it."""
     if weight is not None and weight.dtype != x.dtype:
         return None
     if take_on_gpu(x):
@@ -101,7 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool,
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int = 1) -> Tensor | None:
-    """LayerNorm of the last dimension, for which `rows` rows have weights of their own; None where torch is to compute
+    """LayerNorm of the last dimension, for which `rows` rows have weights of their own; None if torch is to compute
     it."""
     if any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
         return None
@@ -116,7 +116,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, form: RowForm) -> Tensor | None:
-    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format before; None where torch has no
+    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format before; None if torch has no
     such product."""
     if form.fused and take_on_gpu(x) and x.shape[0] == 1:
         from engine.backends.triton import matvec
@@ -143,7 +143,7 @@ def rotate_and_store(
     cache: Paged | None,
     slots: Tensor | None,
 ) -> bool:
-    """Turn heads where they lie and store keys and values in pages; False where torch is to do it, nothing being done.
+    """Turn heads where they lie and store keys and values in pages; False if torch is to do it, nothing being done.
 
     Args:
         turning: [T, heads + kv_heads, head_dim], queries first; it is overwritten.

@@ -176,7 +176,7 @@ def _unsupported_block(block: spec.Block) -> list[str]:
 
 
 def experts_of(ffn: spec.FeedForward) -> spec.Experts | None:
-    """The experts of a feed-forward network; None where there are none."""
+    """The experts of a feed-forward network; None if there are none."""
     routed = ffn.routed if isinstance(ffn, spec.Shared) else ffn
     return routed if isinstance(routed, spec.Experts) else None
 

@@ -179,7 +179,7 @@ class GatherNeighbours(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeighTaps(HasRows):
-    """out = the sum of the windows x (`GatherNeighbours`) over their taps, each feature's times its own weights."""
+    """out = the sum of the windows x (`GatherNeighbours`) over their taps. Each feature has its own weights."""
 
     READS = ("x",)
     WRITES = ("out",)

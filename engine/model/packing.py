@@ -27,7 +27,7 @@ class PackedProduct:
         invariant: a row of it never depends on the others, however many there are.
         native: the weight, where our own kernels compute it on a CPU.
         few_bits: the weight, if it is quantised and on a GPU.
-        look_up: rows [N] of the weight in a format, [N, in]; None where they cannot be read from its packed form.
+        look_up: rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ def pack_product(
     rows and is up to three times as fast at few, see docs/performance.md.
 
     Args:
-        quantization: what the weight becomes, or what it has become already.
+        quantization: the packed form of the weight, made or still to be made.
         amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
         device: of the product; None: the weight's.
         table: its rows are looked up as well, which oneDNN's packed form does not allow.
@@ -96,7 +96,7 @@ Pieces = tuple[tuple[gemm.Kind, int], ...]
 def pieces_of(
     outputs: int, inputs: int, dtype: torch.dtype, quantization: Held | None, rotated: bool, amx: bool, table: bool
 ) -> Pieces:
-    """The form that `pack_product` gives a weight on a CPU; empty where our own kernels do not compute the product.
+    """The form that `pack_product` gives a weight on a CPU; empty if our own kernels do not compute the product.
 
     Args:
         dtype: of the weight if it is plain.
@@ -146,7 +146,7 @@ def pack_parts(
     quantization: Held | None,
     amx: bool,
 ) -> PackedProduct:
-    """The same product, where `takes_parts`, with a weight of which some rows at a time are there.
+    """The same product, if `takes_parts`, with a weight that arrives some rows at a time.
 
     Args:
         parts: see `gemm.pack_parts`.

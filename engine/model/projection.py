@@ -54,7 +54,7 @@ class Unit(nn.Module):
 
 
 def load_projection(layers: Sequence[Layer], device: torch.device) -> nn.Module | None:
-    """The layers with their weights, in float32 on the device; None where there are none.
+    """The layers with their weights, in float32 on the device; None if there are none.
 
     float32 whatever the model's format: they are few, and the last to round what is compared.
 

@@ -143,7 +143,7 @@ def product(
 
 
 def pack_parts(parts: Iterator[Any], outputs: int, bias: Tensor | None, kind: Held) -> gemm.Packed:
-    """A weight as our own kernels read it, of which some rows at a time are quantised (see `gemm.pack_parts`)."""
+    """A weight in the form that our own kernels read. It is quantised some rows at a time (see `gemm.pack_parts`)."""
     return gemm.pack_parts(parts, outputs, bias, lambda part, into: _pack(part, None, kind, into))
 
 

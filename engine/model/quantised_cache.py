@@ -101,7 +101,7 @@ class Matrix:
         kind: what it becomes; None: it stays plain.
         count: 1, or how many experts.
         sources: what it is filled with, in words.
-        pieces: how our own kernels lay it out; empty where they do not.
+        pieces: how our own kernels lay it out; empty if they do not.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Cache:
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:
-        """The entry, verified; None if there is none. One that is damaged is removed.
+        """The entry, verified; None if there is none. A damaged entry is removed.
 
         Args:
             verified: is told the name of each tensor of an entry whose checksum is right.
@@ -285,7 +285,7 @@ class Entry:
                 verified(name)
 
     def take(self, matrix: Matrix, index: int) -> Quantised | Packed:
-        """A matrix, or that of an expert. A packed one is a view of the mapped file."""
+        """A matrix, or the matrix of an expert. A packed one is a view of the mapped file."""
         tensors = [self._tensors[name][index] for name in matrix.stored]
         if not native.available():  # torch computes with what it is given: it shall not be a file's pages
             tensors = [tensor.clone() for tensor in tensors]

@@ -217,7 +217,7 @@ class MatrixLoading:
                     self._pack(module)
 
     def finish(self) -> None:
-        """All that is stored has been read: pack what waits for nothing, and keep what was made."""
+        """All that is stored has been read: pack the matrices that wait for nothing, and keep the results."""
         for module in self._modules:
             if not module.is_packed and module in self._matrices:
                 self._pack(module)
@@ -378,7 +378,7 @@ def _is_own(kind: Held | None) -> bool:
 
 
 def _goes_directly(module: Linear, kind: Held | None, own: bool) -> bool:
-    """A matrix is packed from the file's bytes, of which it is made row by row.
+    """Pack a matrix from the file's bytes, row by row.
 
     Args:
         own: it is stored as its kind.

@@ -42,7 +42,7 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
             return frequencies / factor
         case BandScaling(factor, low, high, original):
             wavelengths = 2 * math.pi / frequencies
-            # 0 where the wave is so long that it is stretched, 1 where it is kept, blended between.
+            # 0 if the wave is so long that it is stretched, 1 where it is kept, blended between.
             kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
             return (1 - kept) * frequencies / factor + kept * frequencies
         case YarnScaling(factor):

@@ -56,7 +56,7 @@ ACTIVATIONS = (
 )  # fmt: skip
 _TORCH_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
 _VECTOR, _TOKENS = "sentence_embedding", "token_embeddings"
-# What a Transformer's settings may ask for: its task, what of its output is read, and what that is called.
+# What a Transformer's settings may ask for: its task, the part of its output that is read, and the name of that part.
 _ENCODER = ("feature-extraction", "last_hidden_state", _TOKENS)
 _CROSS_ENCODER = ("sequence-classification", "logits", "scores")
 _SPLADE = ("fill-mask", "logits", _TOKENS)
@@ -161,7 +161,7 @@ class Pipeline:
 
     Attributes:
         transformer: the folder that holds the transformer's config.json, weights and tokenizer.
-        modes: kinds of pooling whose vectors are laid side by side; empty where the pipeline has no pooling, None where
+        modes: kinds of pooling whose vectors are laid side by side; empty if the pipeline has no pooling, None where
             nothing is said.
         width: features of the hidden states that are pooled, where it says so.
         layers: what maps the pooled vector, in order.
@@ -340,7 +340,7 @@ def _modules(file: Path) -> list[Any]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """config_sentence_transformers.json; empty where there is none."""
+    """config_sentence_transformers.json; empty if there is none."""
     found = _object(file)
     kind = found.get("model_type", "SentenceTransformer")
     if kind not in ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "ColBERT"):
@@ -364,7 +364,7 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
     """The transformer's settings about its inputs.
 
     Args:
-        wanted: its task, what of its output is read, and what that is called.
+        wanted: its task, the part of its output that is read, and the name of that part.
 
     Raises:
         UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.

@@ -111,7 +111,7 @@ class TransformerStack(nn.Module):
 
     @property
     def first_parameter(self) -> nn.Parameter:
-        """One of the embedding's: all have its format and its device."""
+        """A module of the embedding: all have its format and its device."""
         return next(self.embedding.parameters())
 
     @property

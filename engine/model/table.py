@@ -100,8 +100,8 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Several tensors, one after the other along the first axis, of these lengths, of which those that are not `stored`
-    are zeros."""
+    """Several tensors of these lengths, one after the other along the first axis. Those that are not `stored` are
+    zeros."""
 
     lengths: tuple[int, ...]
     stored: tuple[int, ...]
@@ -258,7 +258,7 @@ class OfHeads:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """`count` parameters of one shape in one, each of which `inner` fills; the first one's sources come first."""
+    """`count` parameters of one shape in a single one. `inner` fills each. The sources of the first come first."""
 
     inner: Transform
     count: int

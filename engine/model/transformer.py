@@ -96,7 +96,7 @@ class Transformer(nn.Module):
             shared = self.decoder.tokens if self.decoder is not None and model.shared_tokens else None
             blocks = () if self.decoder is None else self.decoder.blocks
             found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
-            readers = [next(each, None) for each in found]  # one per layer, None where it attends to itself alone
+            readers = [next(each, None) for each in found]  # one per layer, None if it attends to itself alone
             signal = None if isinstance(model.encoder.embedding, spec.Tokens) else model.encoder.embedding.signal
             if signal is not None:
                 self.encoder_length = signal.positions

@@ -41,7 +41,7 @@ class Checkpoint:
     """The tensors of a folder's files, under the names of a weight table; a context manager.
 
     Args:
-        scheme: how matrices are stored that take several tensors each: they are found as one.
+        scheme: the format of matrices that are stored as several tensors each. Such a matrix is found under one name.
     """
 
     def __init__(self, path: Path, scheme: Scheme | None = None):

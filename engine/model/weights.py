@@ -148,7 +148,7 @@ def load_model(
 def stored_dtype(path: Path, config: Any) -> torch.dtype:
     """The format of a checkpoint's weights: what its config says, else that of its largest tensor.
 
-    float32 where that is none of float32, float16 and bfloat16.
+    float32 if the format is none of float32, float16 and bfloat16.
     """
     named = getattr(config, "dtype", None)
     if isinstance(named, str):

@@ -119,7 +119,8 @@ def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding
 
 
 def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[Encoding]:
-    """A question with parts of its context, each of at most `size` tokens, of which two neighbours share `overlap`.
+    """A question with parts of its context. Each part has at most `size` tokens, and neighbouring parts share `overlap`
+    tokens.
 
     Args:
         encoding: see `read_question`.

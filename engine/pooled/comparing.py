@@ -34,7 +34,7 @@ def sparse_of(pooled: Pooled, info: EngineInfo, tokenizer: Tokenizer | None) -> 
 
 
 def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one is zero."""
+    """The cosine of the angle between two vectors; 0 if one is zero."""
     one, other = _vector(a), _vector(b)
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
     return min(max(float(one @ other) / norms, -1.0), 1.0) if norms else 0.0
@@ -91,7 +91,7 @@ def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> 
 
 
 class Comparer:
-    """Scores of pairs, of a model that reads texts apart (`comparison_of` must not be None).
+    """Scores of pairs, for a model that reads the two texts separately (`comparison_of` must not be None).
 
     Attributes:
         task: what each text is asked for.

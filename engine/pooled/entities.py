@@ -111,7 +111,7 @@ class EntityReading:
 def read_entities(tokenizer: Tokenizer, text: str, terms: EntityTerms, info: EngineInfo) -> EntityReading:
     """A text with the labels before it, in as many windows as it takes.
 
-    Words of which the tokenizer makes nothing are none.
+    Words without tokens do not count.
 
     Raises:
         InvalidRequestError: the text is not valid Unicode, the labels leave no room for it, or there are too many

@@ -8,7 +8,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 def find_prompt(info: EngineInfo, name: str | None = None) -> str:
-    """The prompt of that name, the model's default for None, none at all for ""; "" where it has none.
+    """The prompt of that name. None: the model's default; "": no prompt. The result is "" if the model has no default.
 
     Raises:
         InvalidRequestError: there is no such prompt.

@@ -38,7 +38,7 @@ class Reading:
 
     Attributes:
         encoding: its tokens; none of an image.
-        text: the first text as it was tokenised, None where no text came.
+        text: the first text as it was tokenised, None if no text came.
         input: the same for the engine.
     """
 
@@ -109,7 +109,7 @@ class Reader:
     """Turns sources into inputs of the engine.
 
     Args:
-        tokenizer: None where the model has none; then only ids can be read.
+        tokenizer: None if the model has none; then only ids can be read.
         max_length: cut inputs to so many tokens; None: leave them as they are.
         prompt: stands in front of every text.
         marker: a token that stands after the first one of every text.

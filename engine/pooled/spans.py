@@ -27,8 +27,8 @@ class Span:
     Attributes:
         label: the class; of joined tokens without "B-" and "I-".
         score: of that class, the mean over joined tokens or words.
-        start, end: characters [start, end) of the text; None where the tokenizer does not say (see `Encoding.offsets`).
-        text: what stands there, or what the tokens read.
+        start, end: characters [start, end) of the text; None if the tokenizer does not say (see `Encoding.offsets`).
+        text: its text, or the text of its tokens.
     """
 
     label: str
@@ -72,7 +72,7 @@ def spans_of(
 
     Args:
         encoding, text: the input; `text` is None for one that came as ids.
-        tokenizer: None where there is none; then the spans have no text.
+        tokenizer: None if there is none; then the spans have no text.
         ignore_labels: classes that are left out.
 
     Raises:

@@ -249,7 +249,7 @@ class ConnectedClient(EngineClient):
             try:
                 self.on_news(news.deltas, news.stats)
             except Exception:  # an observer must not stop the news
-                logger.exception("what listens to the engine's news failed")
+                logger.exception("a listener for the engine's news failed")
         if news.adapters is not None:
             self.adapters = {info.name: info for info in news.adapters}
         for request_id, failure in news.failed.items():

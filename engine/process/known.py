@@ -18,8 +18,8 @@ logger = logging.getLogger("octavo.client")
 
 
 def known_folder(model: str) -> Path | None:
-    """The folder of a model on this machine, of a GGUF file the one that stands for it, once it is made; None where the
-    engine has to find it."""
+    """The folder of a model on this machine. For a GGUF file, the folder that stands for it, once it is made. None if
+    the engine has to find it."""
     try:
         place = Path(model).expanduser()
         file = single_file(place) if place.is_dir() else place if place.suffix == SUFFIX and place.is_file() else None

@@ -68,7 +68,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def public_hash(page_hash: PageHash) -> int:
-    """A page's hash to others: the last 8 of its 16 bytes, big-endian, as an int64."""
+    """A page's hash in events: the last 8 of its 16 bytes, big-endian, as an int64."""
     return int.from_bytes(page_hash[-8:], "big", signed=True)
 
 

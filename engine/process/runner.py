@@ -46,7 +46,7 @@ _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what to load, and how to log: as the engine's process does.
+    """The first message: the settings for loading and for logging, which are those of the engine's process.
 
     Attributes:
         log_level: the root logger's.
@@ -111,7 +111,7 @@ class Failure(msgspec.Struct, tag=True):
     out_of_memory: bool
 
     def error(self) -> Exception:
-        """The exception, of the same type where that is the engine's own or says that memory was missing."""
+        """The exception again. Its type is the same for the engine's own exceptions and for missing memory."""
         own = getattr(errors, self.kind, None)
         if isinstance(own, type) and issubclass(own, OctavoError):
             return own(self.message)
@@ -382,7 +382,7 @@ def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], 
 
 
 def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
-    """Launch a step whose masks are the next message, which is waited for where they are needed."""
+    """Launch a step. The next message holds its masks; the step waits for it when it needs them."""
     taken: list[Filled] = []
 
     def take() -> Masks:

@@ -71,9 +71,9 @@ class Answer:
         accepted: by their first rows, how many rows count of sequences that have several.
 
     Attributes:
-        tokens, logprobs: as in the result, as lists; empty where all groups search.
+        tokens, logprobs: as in the result, as lists; empty if all groups search.
         failed: drawn rows without a token.
-        rankings: of each group that searches; None where a score is not a number.
+        rankings: of each group that searches; None if a score is not a number.
     """
 
     __slots__ = ("accepted", "failed", "logprobs", "rankings", "result", "tokens")
@@ -148,7 +148,7 @@ def _problem(group: SequenceGroup) -> str | None:
 
 
 def apply_pooled(group: SequenceGroup, row: Row, answer: PooledRow) -> Outcome | None:
-    """Keep what a part of an input gave, or end the group with the answer; None where there is more to come."""
+    """Keep what a part of an input gave, or end the group with the answer; None if there is more to come."""
     if row.start + row.count < row.sequence.num_tokens:
         group.pooled = np.asarray(answer.values, dtype=np.float64)
         return None

@@ -46,7 +46,7 @@ class LastStep:
     """The parts of the last step that the next one shares, if the same requests decode in both.
 
     Attributes:
-        groups: the request of each row; empty where the step did more than decode.
+        groups: the request of each row; empty if the step did more than decode.
         sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next.
     """
 
@@ -449,7 +449,7 @@ def _early_ends(row: Row) -> frozenset[int]:
 
 
 def forced_tokens(row: Row) -> tuple[int, ...]:
-    """The only tokens that may come next; empty where there is a free choice."""
+    """The only tokens that may come next; empty if there is a free choice."""
     return row.group.request.decoding.forced_after(row.start + row.count, row.num_output)
 
 

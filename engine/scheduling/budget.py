@@ -62,7 +62,7 @@ class Costs:
         return self.score + count * (1.0 + self.score * scored + self.pair * (start + beside + (count + 1) / 2))
 
     def encoding(self, count: int, scored: int = 0) -> float:
-        """Work of an encoder input of `count` tokens, each of which sees all; logits are wanted for `scored` of
+        """The work of an encoder input of `count` tokens, which all see each other. Logits are wanted for `scored` of
         them."""
         return count * (1.0 + self.pair * count) + self.score * scored
 
@@ -144,7 +144,7 @@ class StepWork:
 
 
 class StepBudget:
-    """Learns what steps take, and says what the next one may hold. Pure: it has no clock.
+    """Learns the duration of steps, and limits the next one. Pure: it has no clock.
 
     Args:
         seconds: the limit.

@@ -22,8 +22,8 @@ class Drafter(Protocol):
     """The source of expected tokens: a small model, or the tokens of the prompt."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """Tokens that are likely to follow those of one of a request's answers and its prompt, all of which are known;
-        and the probability of each that it is right if all before it are.
+        """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token the
+        probability that it is right if all tokens before it are.
 
         Args:
             request: the sequence's.

@@ -44,12 +44,12 @@ class InFlightStep:
         copies: pages copied for each request.
         encoder_runs: runs of the encoder.
         searches: beam searches that are in it before the answer of the step before is applied.
-        plan: what is computed; None where that is to be planned again, from the rows that are not void by then.
+        plan: the plan that is computed; None if it has to be planned again, from the rows that are not void by then.
         answer: what was launched, or why it could not be; None before the launch.
         is_part: it is a part of a step that could not be computed as a whole.
         was_postponed: it has failed before any other part of that step was computed.
         began: when planning it began, in seconds of `time.perf_counter()`.
-        ended: when it was over, if it was at the end of its launch.
+        ended: the time of its end, if it ended with its launch.
     """
 
     rows: list[Row]
@@ -68,7 +68,7 @@ class InFlightStep:
         return [row for row in self.rows if not row.is_void]
 
     def take_inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:
-        """Encoder inputs of these requests that are to be read; those of none of them are left out."""
+        """The encoder inputs that these requests still need to be encoded. Inputs of other requests are left out."""
         for run in self.encoder_runs:
             run.groups = [group for group in run.groups if group in groups]
         self.encoder_runs = [run for run in self.encoder_runs if run.groups]
@@ -159,8 +159,8 @@ class InFlightSteps:
         self._queue.insert(sum(other.is_part for other in self._queue), step)
 
     def recall(self) -> None:
-        """The oldest step has failed: what was launched behind it has computed with what that left, and is for
-        nothing."""
+        """The oldest step has failed: steps that were launched after it have computed with its leftovers, and their
+        results are dropped."""
         for step in self._queue:
             if step is not self.oldest:
                 step.plan = step.answer = step.ended = None
@@ -239,7 +239,7 @@ class InFlightSteps:
         return True
 
     def set_aside(self) -> list[list[int]]:
-        """Pages that searches may need, of which no sequence knows yet."""
+        """Pages that searches may need. No sequence has them yet."""
         return [search.pages for step in self._queue for search in step.searches.values()]
 
     def pinned(self) -> list[int]:

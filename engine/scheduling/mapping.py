@@ -1,4 +1,4 @@
-"""Drawing the map of the pages: `engine.interface.cache_map` of what the scheduler knows. It changes nothing."""
+"""The map of the pages (`engine.interface.cache_map`), drawn from the scheduler's data. It changes nothing."""
 
 from __future__ import annotations
 

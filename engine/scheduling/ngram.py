@@ -29,7 +29,7 @@ _MEMORY = 0.9
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence has occurred.
+    """The places of each n-gram in a growing sequence.
 
     An occurrence is named by its end: the position of the token that followed.
     """

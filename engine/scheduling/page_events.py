@@ -17,7 +17,7 @@ class PagesStored:
 
     Attributes:
         hashes: one for each page.
-        parent: hash of the page before the first of them; None where they begin a sequence.
+        parent: hash of the page before the first of them; None if they begin a sequence.
         token_ids: of all the pages.
         beside: what stands for that on which K and V depend besides tokens, by the number of each such page here.
     """

@@ -42,8 +42,7 @@ class SamplingBatch:
         fill: gives `masks`, where they are not there yet (`filled`); None: they are.
         watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
             fewer ends with zeros. None: there are none.
-        spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
-            None: each row has one.
+        spans: [N + 1] the first of each sampled row's tokens. A row with drafts has several. None: each row has one.
         drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
         version: a batch of the same version as the one before it has the same table but for positions; all rows are
             one token further.
@@ -93,7 +92,7 @@ class EncoderBatch:
         token_ids: [E].
         starts: [N + 1] first flat token of each input.
         slots: [E] where each token's K and V for the decoder's layers go.
-        signals: what is read of each input instead of its tokens, which are zeros then; () where all are tokens. A
+        signals: what is read of each input instead of its tokens, which are zeros then; () if all are tokens. A
             model's inputs are all of one kind.
         sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
     """
@@ -143,7 +142,7 @@ class Searches:
         columns: [G] the column of the block tables that has the page which is written.
         fresh: [G] that page is a new one.
         scores: [N] accumulated scores of the beams before that step.
-        pages: [N] set aside for each row; 0 where it needs none in any case.
+        pages: [N] set aside for each row; 0 if it needs none in any case.
         stop_ids: [M] tokens that end beams, of all searches.
         stops: [G + 1] the first of each search's.
     """
@@ -194,7 +193,7 @@ class StepPlan:
         query_start: [R + 1] first flat token of each row.
         context_lens: [R] tokens of the sequence known to the cache after this step; of an encoder's input, those that
             are attended to, its first ones.
-        block_tables: [R, max blocks] page numbers; 0 where a row has fewer, and where none of its queries sees
+        block_tables: [R, max blocks] page numbers; 0 if a row has fewer, and where none of its queries sees
             the page.
         copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are
             read before any destination is written.
@@ -297,7 +296,7 @@ class StepResult:
             beam_width columns, best first).
         scores: [S, C] beam rows: processed log-probability of each candidate; -inf where impossible.
         logprobs: [S, C] under the model's own distribution.
-        ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
+        ranks: [S, C] rank under the model's own distribution, 0 if not asked for.
         top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
         watched: [S, W] log-probabilities of the batch's `watched` under the model's own distribution.
         accepted: [N] how many of each row's sampled tokens follow its sequence: those up to the first one that is

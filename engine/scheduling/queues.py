@@ -17,8 +17,8 @@ _SPARE = 16  # finished groups that a line may hold, besides as many as wait
 class WaitingQueue:
     """Groups that wait to be admitted: tenants in turn, the groups of each by priority and arrival.
 
-    A tenant keeps its turn until its first group is admitted. One that begins to wait comes last, so that each other
-    tenant passes it over once at most. The turn of a group that was admitted and preempted is given back. Tenants
+    A tenant keeps its turn until its first group is admitted. A tenant that begins to wait comes last, so that each
+    other tenant passes it over at most once. The turn of a group that was admitted and preempted is given back. Tenants
     without a waiting group leave no trace.
 
     A tenant's inputs to pool have a line of their own, and turns of their own.
@@ -68,7 +68,7 @@ class WaitingQueue:
         self.leave(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """One that waits is finished, or admitted."""
+        """A waiting group has finished, or is admitted."""
         line = self._lines[_line_of(group)]
         line.num_waiting -= 1
         self._count -= 1

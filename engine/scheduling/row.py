@@ -34,7 +34,7 @@ class Row:
 
     @property
     def is_void(self) -> bool:
-        """The sequence has ended or was preempted since: what is computed here is for nothing."""
+        """The sequence has ended or was preempted since: the result of this row is dropped."""
         return self.num_releases != self.sequence.num_releases
 
     def belong(self, sequence: Sequence) -> None:
@@ -66,8 +66,8 @@ class Row:
         return replace(self, count=self.count - less, sampled=self.sampled - less, drafts=self.drafts[:count])
 
     def positions(self) -> list[Row]:
-        """A row for each position that is sampled, which has no draft, but a sequence that has gone on with those
-        before it."""
+        """A row for each sampled position. It has no drafts; its sequence has continued with the drafts before that
+        position."""
         rows = [self.keeping(0)]
         for number, token in enumerate(self.drafts, start=1):
             sequence = rows[-1].sequence.gone_on(self.group.request.decoding, token)

@@ -307,14 +307,17 @@ class Scheduler:
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
-        Inputs to pool, of which a client may send thousands, take turns with other work: in every second step they get
-        tokens only if nothing else runs in it.
+        A client may send thousands of inputs to pool, so they take turns with other work: in every second step they get
+        tokens only if nothing else runs in it. In the steps between, they and other prompts get half of the work. So
+        even a step that is slower than expected delays no answer for long.
         """
         step.begin_prompts()
         pooled = [group for group in chunked if group.request.pooling is not None]
         head = self._waiting.first()
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
+            if not self._pools_last and self._has_other_work(step):
+                step.halve()
         last = pooled if self._pools_last else []
         first = [group for group in chunked if group not in last]
         if first and not first[0].unchunked:
@@ -431,8 +434,8 @@ class Scheduler:
         return True
 
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
-        """Take the pages that a search may need for rows of which it is not known which beams they go on from; False
-        if there are too few: then it waits for the answer, and needs fewer."""
+        """Take the pages that a search may need for rows whose parent beams are not known yet; False if there are too
+        few: then it waits for the answer, and needs fewer."""
         begins = rows[0].start % self.config.block_size == 0  # a page, each row its own; else the first row needs none
         pages = None if self._drains else self.pool.reserve(len(rows) - (not begins))
         if pages is None:
@@ -526,7 +529,7 @@ class Scheduler:
 
     def _follow(self, group: SequenceGroup, outcome: Outcome) -> None:
         """A search has gone on. If a step in flight goes on with it, too, its beams get what they have there: it has
-        chosen the same ones, unless fewer are left than before. Then what it computes for them is for nothing."""
+        chosen the same ones, unless fewer are left than before. Then its results for them are dropped."""
         found = self.in_flight.take_search(group)
         if found is None:
             return
@@ -544,7 +547,7 @@ class Scheduler:
             self.stats.num_page_copies += len(copies)
 
     def _give_up(self, group: SequenceGroup) -> None:
-        """A running group's pages are given up; what is in flight for it is for nothing."""
+        """Give up a running group's pages. The results of its rows in flight are dropped."""
         for sequence in group.sequences:
             self._tables.release(sequence)
         self.in_flight.leave(group)

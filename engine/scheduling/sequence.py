@@ -103,18 +103,18 @@ class Sequence:
         num_in_flight: tokens after those that steps compute whose answers are not applied yet.
         num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet; where tokens were
             drafted, the most that there can be.
-        num_releases: how often it gave up its pages, or what was in flight for it; rows that were planned before are
-            for nothing.
+        num_releases: how often it gave up its pages or its rows in flight. The results of rows that were planned before
+            are dropped.
         table: pages, in order; 0 for those that are out of every layer's window.
-        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 where that is
-            to be found out.
+        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 if it is not
+            known yet.
         source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
-        constraint: of its output so far, None where all tokens may come.
+        constraint: of its output so far, None if all tokens may come.
         drafting: the drafter's knowledge of the sequence; None until it has been asked.
         repeats: for each place how many tokens up to there are those that the tokens ended with, when there were as
             many as it has places; never changed, but made anew (`engine.scheduling.repetition`).
@@ -172,7 +172,7 @@ class Sequence:
 
     @property
     def mask(self) -> Constraint | None:
-        """The constraint on the next tokens; None where any may come."""
+        """The constraint on the next tokens; None if any may come."""
         constraint = self.constraint
         return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
 
@@ -194,7 +194,7 @@ class Sequence:
         return self.hashes[:num_pages]
 
     def follow(self, parent: Sequence) -> None:
-        """Forget its own way, and go on as a copy of another of its group; which pages it has is another matter."""
+        """Become a copy of another sequence of the group. The caller takes care of the pages."""
         self.tokens.assign(parent.tokens, self.num_prompt)
         self.num_prompt = parent.num_prompt
         self.num_computed = parent.num_computed
@@ -207,7 +207,8 @@ class Sequence:
         self.repeats = parent.repeats
 
     def append(self, decoding: Decoding, token: int) -> None:
-        """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
+        """Go on with a token. The sequence's constraint advances by the token, unless the token is forced or the
+        model's EOS."""
         if self.constraint is not None and token not in decoding.eos_ids:
             self._tell(self.constraint, decoding, token)
         elif isinstance(self.constraint, Lifting):
@@ -219,7 +220,7 @@ class Sequence:
             constraint.accept(token)
 
     def void(self) -> None:
-        """Whatever is in flight for it is for nothing."""
+        """The results of its rows in flight are dropped."""
         self.num_in_flight = self.num_pending = 0
         self.num_releases += 1
 
@@ -250,7 +251,7 @@ class SequenceGroup:
         encoder_input: the encoder's input and its pages, for an encoder-decoder model.
         source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
         favoured: its distinct tokens, where these are favoured or disfavoured.
-        biased: tokens with a bias, and their biases; None where there are none.
+        biased: tokens with a bias, and their biases; None if there are none.
         sequences: the live ones; one until the first sample. Beams: best first.
         status: where the group is.
         started: the first token was sampled.

@@ -87,6 +87,10 @@ class Step:
         taken = sum(row.count for rows in self.rows.values() for row in rows)
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
 
+    def halve(self) -> None:
+        """Plan no more than half of the work that is left."""
+        self.left /= 2
+
     @contextmanager
     def half(self) -> Iterator[None]:
         """Plan within only half of what is left meanwhile. The next prompt after it counts as the step's first."""

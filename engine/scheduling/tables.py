@@ -137,7 +137,7 @@ class Tables:
         return copies
 
     def advance(self, rows: Iterable[Row]) -> None:
-        """The rows' tokens are computed: publish what is full, give up what no later query sees."""
+        """The rows' tokens are computed: publish full pages, and give up pages that no later query sees."""
         size, has_pages = self._config.block_size, self._config.needs.paged
         publishes = has_pages and self._config.enable_prefix_caching
         has_window = has_pages and self._config.window is not None
@@ -158,7 +158,7 @@ class Tables:
             sequence.num_writable = min(sequence.num_writable, kept * size)
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence gives its pages up; what is in flight for it is for nothing.
+        """A sequence gives up its pages. The results of its rows in flight are dropped.
 
         They are free at once. A step in flight may write them still, but steps run in the order in which they were
         launched: whatever a later one writes there comes after that, and it reads nothing there that it, or one after

@@ -21,7 +21,7 @@ class BreakerTokens:
     """The breakers of a model's requests, each set looked up once.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None where there is none; asked when the first set comes.
+        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first set comes.
         vocab_size: tokens of the model.
     """
 
@@ -52,7 +52,7 @@ class BreakerTokens:
         return found
 
     def begin(self, texts: Sequence[str] | None) -> Future[Breakers] | None:
-        """Look texts up in a thread; None where that is done already."""
+        """Look texts up in a thread; None if that is done already."""
         wanted = frozenset(DEFAULT_BREAKERS if texts is None else texts)
         with self._lock:
             if wanted in self._known:

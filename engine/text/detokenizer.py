@@ -1,8 +1,8 @@
 """Token ids to text while they arrive.
 
 Decoding is not additive: a tokenizer strips the space at the very beginning, spreads one character over
-several tokens, and glues or separates words by what stands before them. So new tokens are decoded after
-a few settled ones, the context, and what the context alone decodes to is cut off.
+several tokens, and glues or separates words by what stands before them. So new tokens are decoded after a few settled
+ones, the context. The text of the context alone is then cut off.
 
 `tokenizers.decoders.DecodeStream` does not serve: it raises where byte-fallback tokens are no valid UTF-8, never gives
 a character that the end leaves unfinished, and knows no tokenizers written in Python.

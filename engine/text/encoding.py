@@ -1,4 +1,4 @@
-"""The way from a text, or a pair of texts, to an encoder's input: tokens, segments, and their places in the text."""
+"""An encoder's input from a text or a pair of texts: tokens, segments, and their places in the text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Encoding:
 
     Attributes:
         ids: the tokens.
-        type_ids: their segments; all 0 where the tokenizer knows none.
+        type_ids: their segments; all 0 if the tokenizer knows none.
         offsets: the characters [start, end) of its own text that a token stands for, (0, 0) for one that the tokenizer
-            added. None where they are not known: from tokenizers written in Python, and for inputs that came as ids.
+            added. None if they are not known: from tokenizers written in Python, and for inputs that came as ids.
         sequence: 0 for tokens of the first text, 1 for the second's, None for those that the tokenizer added.
         truncated: tokens were left out.
-        words: which word of its own text a token is of, None for one that is of none; None where that was not asked
+        words: which word of its own text a token is of, None for one that is of none; None if that was not asked
             for, or is not known.
     """
 

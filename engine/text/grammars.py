@@ -98,7 +98,7 @@ def _refused(
 
 
 def plain(problem: str) -> str:
-    """A problem of llguidance's on one line. Limits are named in words that say what to change."""
+    """An error message of llguidance, on one line. Limits are named in words that say what to change."""
     for pattern, words in _EXCEEDED:
         if found := pattern.search(problem):
             return words.format(*found.groups())
@@ -374,8 +374,8 @@ class GrammarConstraint:
 
     @staticmethod
     def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-        """`fill` of several of them at once; of requests with many answers, or whose masks took long before, one after
-        the other, so that none takes more than its time."""
+        """`fill` for several constraints at once. Requests with many answers, or with slow masks before, are filled one
+        after the other, so that none takes more than its share of time."""
         alone: dict[_Meter, list[tuple[GrammarConstraint, int]]] = {}
         for one, place in zip(constraints, places, strict=True):
             if isinstance(one, GrammarConstraint) and one.problem is None:
@@ -432,7 +432,7 @@ class Grammars:
     """The grammars of a model's requests, compiled once each.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None where there is none; asked when the first grammar comes.
+        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first grammar comes.
         vocab_size: tokens of the model.
         eos_ids: those that end its answers.
         opens_texts: answers are texts of their own, not the continuation of one (encoder-decoder models).
@@ -476,7 +476,7 @@ class Grammars:
         return made.begun()
 
     def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
-        """Compile a grammar in a thread; None where it is compiled already."""
+        """Compile a grammar in a thread; None if it is compiled already."""
         with self._lock:
             return None if params in self._compiled else self._thread().submit(self.get, params)
 

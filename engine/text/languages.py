@@ -20,7 +20,7 @@ class Languages:
     """The tokens that stand for languages, and where an input holds one.
 
     Attributes:
-        ids: token id by the language's code; empty where the tokenizer knows none.
+        ids: token id by the language's code; empty if the tokenizer knows none.
         place: of the language's token in an input: 0, or -1 for its end.
         starts: the decoder begins with the target's token, which in other models it writes first. Only PLBART has codes
             between lines behind the text (`__java__`), so that these tell.

@@ -111,7 +111,7 @@ class PlainTokenizer:
 
 
 def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | None:
-    """The tokenizer of a folder whose settings are plain; None where `transformers` has to read it.
+    """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it.
 
     Args:
         folder: has a tokenizer.json, for which `transformers` has no class of its own.

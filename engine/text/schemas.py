@@ -177,7 +177,7 @@ _KEYWORDS = (
 
 
 def place_of(schema: Any, message: str) -> tuple[str, str] | None:
-    """The keyword that llguidance's message is about, and the path to the schema that has it; None where that is not
+    """The keyword that llguidance's message is about, and the path to the schema that has it; None if that is not
     known."""
     if (found := _UNKNOWN.search(message)) is not None:
         for keyword in re.findall(r'"(.*?)"', found[1]):
@@ -244,7 +244,7 @@ class _Exclusion:
         return self._objects_apart(one, other, depth)
 
     def _objects_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """Both are objects, and a property that one must have cannot be right for both."""
+        """Whether both are objects, and one requires a property that has no value valid for both."""
         if _types(one) & _types(other) != {"object"}:
             return False
         mine, theirs = one.get("properties"), other.get("properties")

@@ -196,7 +196,7 @@ class Tokenizer:
 
     @property
     def all_chat_templates(self) -> str:
-        """All chat templates of the model, joined; "" where there is none."""
+        """All chat templates of the model, joined; "" if there is none."""
         template = getattr(self._hf, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, Mapping) else str(template or "")
 
@@ -370,7 +370,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of one token's text, also where it is only part of a character; None where they
+        """The UTF-8 bytes of one token's text, also where it is only part of a character; None if they
         cannot be known."""
         text = self.token_text(token)
         if REPLACEMENT not in text:

@@ -75,7 +75,7 @@ def load_tokenizer(
             (`engine.configs.alone`).
 
     Returns:
-        The tokenizer, or None where there are no tokenizer files at all.
+        The tokenizer, or None if there are no tokenizer files at all.
 
     Raises:
         ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.

@@ -25,8 +25,8 @@ class Writing:
     """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each, then last.
 
     Attributes:
-        between: stands between two calls; None where there can be only one.
-        pair: how each argument stands there by itself, text as it is and all else as JSON; None where they are one
+        between: stands between two calls; None if there can be only one.
+        pair: how each argument stands there by itself, text as it is and all else as JSON; None if they are one
             object.
         quote: the mark around strings where the object is JSON but for these and its keys, which have no quotes; None
             for JSON.

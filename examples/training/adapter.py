@@ -30,7 +30,7 @@ def main() -> None:
     """Train the adapter and save it in PEFT's format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the adapter is saved")
-    parser.add_argument("--steps", type=int, default=100, help="steps of 32 examples (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of 32 examples (%(default)s)")
     args = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(BASE)
@@ -44,7 +44,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == args.steps:
+        if step % 20 == 0 or step == args.steps:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(args.folder)
     print(f"Saved {args.folder}. Serve it: octavo serve --demo chat --lora-modules capitals={args.folder}")

@@ -57,7 +57,7 @@ class Listener(Protocol):
         """There is a new block, empty; all others have ended."""
 
     def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
-        """The block has more text, which may be empty where there are log-probabilities."""
+        """The block has more text, which may be empty if there are log-probabilities."""
 
     def ended(self, block: Block) -> None:
         """Nothing more comes of it."""

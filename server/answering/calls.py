@@ -148,11 +148,11 @@ class Region(ABC):
 
     Args:
         opening: what opened it.
-        closing: the mark that ends it; None where it goes on to the answer's end, and what follows calls is text.
+        closing: the mark that ends it; None if it goes on to the answer's end, and what follows calls is text.
 
     Attributes:
         ended: its mark has come.
-        rest: what has not been read: once it has ended, what stands behind it.
+        rest: the unread text. Once the part has ended, the text behind it.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):

@@ -24,7 +24,7 @@ _HEADS = {
 # Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
 MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed", "sparse_embed")
 
-# Why a model cannot serve an endpoint; None where it can.
+# Why a model cannot serve an endpoint; None if it can.
 _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 

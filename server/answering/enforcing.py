@@ -19,7 +19,7 @@ async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: 
 
     Args:
         shape: what the request asks besides.
-        parsing: how the answer is read; None where it is text as it is.
+        parsing: how the answer is read; None if it is text as it is.
 
     Raises:
         ApiError: the model's way to write calls is not known, or cannot be enforced.

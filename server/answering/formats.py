@@ -36,10 +36,10 @@ class CallFormat:
             close_pattern (else to the end); `shown` is what the pattern stands for in a text.
         drops: marks around several calls, which are not shown.
         head: where a region holds a name and then arguments as JSON: the pattern of what stands before these, with
-            the group `name`. None where it holds objects with a name and arguments, or a list of such.
+            the group `name`. None if it holds objects with a name and arguments, or a list of such.
         field: where a region is parsed whole when it has closed: the other keys of the response template's field.
         known_names_only: what calls no function of the request is text; for formats without marks of their own.
-        writing: None where calls cannot be enforced.
+        writing: None if calls cannot be enforced.
     """
 
     name: str
@@ -122,7 +122,7 @@ def choose_formats(
     """Choose the formats for reading a model's answers.
 
     Args:
-        templates: its chat templates, all together; "" where it has none.
+        templates: its chat templates, all together; "" if it has none.
         calls, reasoning: auto, none or the name of a format.
         response_template: the model's own, which comes before the files with auto.
 

@@ -44,7 +44,7 @@ class Asked:
 
 
 def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
-    """The conversation of a request; None where it has other inputs.
+    """The conversation of a request; None if it has other inputs.
 
     Raises:
         ApiError: something is wrong with it, there are both or neither, or the body asks for what no model here does.

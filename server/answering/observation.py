@@ -168,9 +168,9 @@ class RequestRecord:
         )
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
-        """When each phase of the request as a whole began and ended, in seconds of `time.monotonic()`: it queues until
-        the first of its prompts is in a step, is prefilled until the first token of any, and decodes until the last
-        one. The end is None where it was not reached; a phase that did not begin is not there."""
+        """The beginning and end of each phase of the whole request, in seconds of `time.monotonic()`. The request
+        queues until its first prompt is in a step, is prefilled until the first token of any prompt, and decodes until
+        the last token. The end is None if it was not reached; a phase that did not begin is not there."""
         scheduled = min(_known([times.scheduled for times in self._times]), default=None)
         sampled = min(_known([times.sampled or times.first_token for times in self._times]), default=None)
         last = max(_known([times.last_token for times in self._times]), default=None)
@@ -208,7 +208,7 @@ class RequestRecord:
 
 
 class PoolingRecord(RequestRecord):
-    """The same of a request that is answered with numbers: vectors, classes, masked tokens."""
+    """The record of a request whose answer is numbers: vectors, classes, masked tokens."""
 
     __slots__ = ()
 

@@ -36,7 +36,7 @@ class Parsing:
     Attributes:
         formats: those of the model, as far as they are used.
         template: the regions, compiled.
-        tools: the functions that may be called; None where calls are text.
+        tools: the functions that may be called; None if calls are text.
         shown_special: special tokens without whose text the answer cannot be read.
         begins_in_reasoning: the prompt has opened it.
         reasoning_ends_with: the token that ends it, where that is one; its tokens can be counted then.
@@ -58,7 +58,7 @@ class AnswerReader:
     Args:
         formats: how it writes calls and reasoning.
         special: how texts write its special tokens, by their ids.
-        token_id: the id of a token by its text; None where there is none.
+        token_id: the id of a token by its text; None if there is none.
         encode: text to ids, without special tokens around them.
     """
 

@@ -364,8 +364,8 @@ _write = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
 def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "data") -> bytes:
     """The body of an answer that holds these items under that name.
 
-    Each is written on its own, so that a thread with thousands of them lets others run in between, and that no more
-    than one of them is held as anything but its text.
+    Each is written on its own. So a thread with thousands of them lets others run in between, and holds at most one of
+    them in a form other than text.
     """
     return joined(run, (_write(item).encode() for item in items), name)
 

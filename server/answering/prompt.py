@@ -24,7 +24,7 @@ class Prompt:
 
     Attributes:
         token_ids: for an encoder-decoder model the encoder's input.
-        text: None where it came as token ids.
+        text: None if it came as token ids.
         decoder_ids: for an encoder-decoder model what the request brings of the answer; None for a decoder-only one.
     """
 

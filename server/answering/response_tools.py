@@ -47,7 +47,7 @@ class ResponseTools:
         self._ignored = ignored
         self._chat: dict[str, dict[str, Any]] = {}
         self._called: dict[str, Called] = {}
-        self._patterns: dict[str, str | None] = {}  # by the grammar; None where it is not enforced
+        self._patterns: dict[str, str | None] = {}  # by the grammar; None if it is not enforced
         self._grammar_room = _MOST_GRAMMAR
         self.shown: list[dict[str, Any]] = []
         self.enforced: dict[str, dict[str, Any]] = {}

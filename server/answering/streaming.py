@@ -123,7 +123,7 @@ class KeepAlive:
 
     @property
     def due(self) -> bool:
-        """A comment should be sent."""
+        """Whether it is time to send a comment."""
         return bool(self._seconds) and self._loop.time() >= self._last + self._seconds
 
     def _fire(self) -> None:

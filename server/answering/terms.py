@@ -36,7 +36,7 @@ class Terms:
     """The terms of one HTTP request; those of `EngineClient.submit`.
 
     Attributes:
-        tenant: stands for the API key; None where there is none.
+        tenant: stands for the API key; None if there is none.
         cache_salt: names the requests that share cached pages; None: all without one.
         priority: lower is earlier, among the requests of the tenant.
         deadline: `time.monotonic()` seconds, or None.

@@ -21,7 +21,7 @@ class Function:
 
     Attributes:
         name: unique in its request.
-        parameters: a JSON schema of the arguments, an object; None where any are allowed.
+        parameters: a JSON schema of the arguments, an object; None if any are allowed.
         strict: the arguments must match that schema.
         dropped: it had lists of values that nothing could match, which are left out.
     """
@@ -85,7 +85,7 @@ class Tools:
 
 
 def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Tools | None:
-    """The tools of a request; None where its answer is to call none.
+    """The tools of a request; None if its answer is to call none.
 
     Args:
         given: as OpenAI's `tools`.

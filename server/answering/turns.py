@@ -18,7 +18,7 @@ class Lane(ABC):
     """The inputs of one request, in order.
 
     Attributes:
-        tenant: on whose behalf; None where tenants are not told apart.
+        tenant: on whose behalf; None if tenants are not told apart.
     """
 
     tenant: str | None = None

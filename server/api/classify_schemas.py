@@ -43,7 +43,7 @@ def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
 
 
 def _read_pair(item: dict[Any, Any]) -> str | Pair | None:
-    """A pair, or the one text of an object; None where it is neither."""
+    """A pair, or the one text of an object; None if it is neither."""
     text, pair = item.get("text"), item.get("text_pair")
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None

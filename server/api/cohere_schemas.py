@@ -25,7 +25,7 @@ class CohereEmbedRequest(NumbersBody):
         None, description="Chooses the model's prompt: query, document, classification or clustering, if it has that."
     )
     embedding_types: list[EmbeddingType] | None = Field(
-        None, min_length=1, max_length=6, description="In which forms vectors are sent (float)."
+        None, min_length=1, max_length=6, description="Formats of the vectors in the answer (float)."
     )
     output_dimension: int | None = Field(None, ge=1, description="Keep the first so many features.")
     truncate: Literal["NONE", "START", "END"] | None = Field(

@@ -91,8 +91,8 @@ class ActivatedBody(PoolingBody):
 
     use_activation: bool | None = Field(
         None,
-        description="Apply the activation of the model's config, by default to probabilities (true). Cosines do not "
-        "change.",
+        description="Apply the activation of the model's config, which usually gives probabilities (true). Cosines do "
+        "not change.",
     )
     activation: bool | None = Field(None, description="Older name of use_activation.")
 
@@ -161,7 +161,7 @@ _OBJECT_SCHEMA = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "requir
 
 
 def read_image(item: dict[Any, Any]) -> Image | None:
-    """The image of an object; None where it is none."""
+    """The image of an object; None if it is none."""
     image = item.get("image")
     return Image(image) if isinstance(image, str) and set(item) == {"image"} else None
 

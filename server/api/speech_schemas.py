@@ -37,8 +37,8 @@ class SpeechForm(ServedBody):
         0.0,
         ge=0.0,
         le=2.0,
-        description="0 begins greedily, or with beams, and raises the temperature in steps of 0.2 up to 1 where an "
-        "answer repeats itself or is a guess; above 0 it is kept.",
+        description="0: decode greedily, or with beams. If an answer repeats itself or is improbable, try again with "
+        "temperatures from 0.2 to 1. Above 0, this temperature is used throughout.",
     )
     num_beams: int | None = Field(
         None,
@@ -86,7 +86,7 @@ class TranscriptionForm(SpeechForm):
     """Fields of POST /v1/audio/transcriptions besides `file`."""
 
     language: Name | None = Field(
-        None, description="What is spoken: a code such as en, or a name such as english; left out, it is detected."
+        None, description="Spoken language: a code such as en, or a name such as english. Default: detected."
     )
     timestamp_granularities: list[Granularity] | None = Field(
         None, max_length=2, description="Times in verbose_json: of each segment (as where it is left out), each word."

@@ -14,8 +14,8 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-AT_ONCE = 50  # refusals a second that are answered at once
-LONGEST_PAUSE = 1.0  # seconds that any other one waits at most
+AT_ONCE = 100  # refusals a second that are answered at once
+LONGEST_PAUSE = 0.5  # seconds that any other one waits at most
 MOST_PAUSING = 256  # of them, which hold a connection each; beyond that all are answered at once
 LOG_INTERVAL = 1.0  # seconds; refusals in between share a line
 # Takes the tenant; raises ApiError if there is no room for any request of it.
@@ -67,7 +67,7 @@ class FullGate:
         await self._app(scope, receive, send)
 
     async def _slow_down(self) -> None:
-        """Wait as long as there are too many refusals. A second's worth may come together."""
+        """Wait as long as there are too many refusals. Up to a second's refusals may come at once."""
         now = self._clock()
         self._due = min(max(self._due, now - 1.0) + 1 / AT_ONCE, now + LONGEST_PAUSE)
         if self._due > now and self._num_pausing < MOST_PAUSING:

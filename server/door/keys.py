@@ -34,7 +34,7 @@ class ApiKey:
     Attributes:
         digest: SHA-256 of the key.
         roles: what it opens.
-        name: for the log; None where the file gives it none.
+        name: for the log; None if the file gives it none.
         requests_per_minute: that it may make; None for any number.
         max_concurrency: requests of it that may run at the same time; None for any number.
     """

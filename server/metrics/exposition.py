@@ -71,7 +71,7 @@ class Exposition:
             Gauge(name, text, registry=self.registry).set_function(read)
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The exposition and its content type: OpenMetrics 1.0 where the scraper lists it before plain text."""
+        """The exposition and its content type: OpenMetrics 1.0 if the scraper lists it before plain text."""
         for listed in (accept or "").split(","):
             kind, *parameters = (part.strip() for part in listed.split(";"))
             version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")

@@ -24,7 +24,7 @@ def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
 
     Args:
         body: the beginning of a JSON body.
-        tenant: whose it is; the same prompt of two tenants has nothing in common.
+        tenant: the tenant of the prompt. Equal prompts of two tenants share no hashes.
     """
     field = _FIELDS.search(body)
     if field is None:

@@ -47,7 +47,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Serve takes the less busy one of the first list that takes it."""
+        """Lists of replicas, the best list first. Serve takes the less busy replica of the first list with a free
+        one."""
         fallback: list[list[RunningReplica]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(
             self, candidate_replicas, pending_request
         )
@@ -122,7 +123,7 @@ async def _beginning(request_id: str, headers: dict[bytes, bytes]) -> bytes:
 
 
 def _queue(request_id: str) -> Any:
-    """The ASGI messages of a request that the replica has not fetched yet; None where they are not found."""
+    """The ASGI messages of a request that the replica has not fetched yet; None if they are not found."""
     for actor in worker.global_worker.actors.values():
         queues = getattr(getattr(actor, "http_proxy", None), "asgi_receive_queues", None)
         if queues is not None:

@@ -199,7 +199,7 @@ async def list_input_items(
 
 
 async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str, Any] | None:
-    """An answer that was being made, ended; None where there is none."""
+    """An answer that was being made, ended; None if there is none."""
     running = service.running_responses.get(id_)
     if running is not None and running.terms.tenant == tenant:
         return running.cancel()

@@ -38,7 +38,7 @@ facts = APIRouter()
 
 
 def cut_of(truncate: bool | None, direction: str | None, service: Service) -> int | None:
-    """To how many tokens texts are cut; None where they are not.
+    """To how many tokens texts are cut; None if they are not.
 
     Raises:
         ApiError: they are to be cut at another side than the tokenizer cuts.

@@ -1,4 +1,4 @@
-"""The spans of one request: the server's span, and what its record says about the time in between."""
+"""The spans of one request: the server's span, and spans for the phases in its record."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RequestTrace:
         """The last byte is sent, or there will be none.
 
         Args:
-            status: of the answer, None where there was none.
+            status: of the answer, None if there was none.
         """
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)

@@ -59,7 +59,7 @@ class Conversation(msgspec.Struct, array_like=True):
 
 
 class Rendered(msgspec.Struct, array_like=True):
-    """The text, or None where it is too long; and how many characters it has."""
+    """The text, or None if it is too long; and how many characters it has."""
 
     text: str | None
     length: int

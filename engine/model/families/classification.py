@@ -33,10 +33,9 @@ def base_model(name: str) -> str | None:
 def classifier(config: Any, name: str) -> Classifier:
     """The head of a decoder's classifier of this name.
 
-    A text's class is read off its last token that is not pad_token_id. The reference looks for it to tell a padded
-    batch from its texts, and so passes over such tokens where they belong to the text, too: a closing EOS, where
-    that is what pads. A checkpoint was trained that way, hence there is no other choice here, although nothing is
-    padded.
+    The class is read from the last token that is not pad_token_id. The reference skips all tokens with that id, even if
+    they belong to the text, such as a closing EOS if EOS is also the padding. Checkpoints were trained that way, so
+    Octavo does the same, although it pads nothing.
     """
     if name.endswith(_TEXTS):
         return Classifier(labels=config.num_labels, pooling="last", bias=False, padding_id=config.pad_token_id)

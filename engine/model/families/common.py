@@ -300,9 +300,8 @@ def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
     each = count // groups
     if kept < groups and (each < leaders or config.num_experts_per_tok > kept * each):
         raise UnsupportedModelError(
-            f"n_group {groups} of the config must leave at least {leaders} of the {count} experts in a group, and "
-            f"topk_group {kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are "
-            "chosen."
+            f"n_group of the config is {groups}: each group must have at least {leaders} of the {count} experts, and "
+            f"topk_group {kept} groups must have at least num_experts_per_tok {config.num_experts_per_tok} together."
         )
     return groups, kept
 

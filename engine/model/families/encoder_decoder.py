@@ -55,7 +55,7 @@ def encoder_decoder(
         pre: norms stand before the sublayers, and one after the last layer; else after each residual.
         embedding_norm: the embeddings are normalised.
         head_bias, attention_bias: the logits have a bias, and attention has biases.
-        vocabularies: sizes of the encoder's and of the decoder's own one, None where both stacks have one table.
+        vocabularies: sizes of the encoder's and of the decoder's own one, None if both stacks have one table.
         reads, writes: the encoder and the decoder, given what BART would have.
         refuse: raises UnsupportedModelError for further settings that no part expresses.
         output: the name of the output matrix.

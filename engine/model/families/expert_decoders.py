@@ -144,7 +144,7 @@ def _hunyuan(c: Any) -> FeedForward | list[FeedForward]:
 
 def _qwen_moe(c: Any) -> list[Attention]:
     older = c.model_type == "qwen2_moe"
-    # Qwen3's config itself sets it to None where use_sliding_window is false; its layers are all alike.
+    # Qwen3's config itself sets it to None if use_sliding_window is false; its layers are all alike.
     windows = layer_windows(c) if older else [sliding_window(c.sliding_window)] * c.num_hidden_layers
     return windowed(
         c,

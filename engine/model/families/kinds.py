@@ -1,4 +1,4 @@
-"""The kind of model that a config describes that no family knows, as far as its settings tell."""
+"""The kind of an unknown model, as far as the settings in its config tell."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def windows(config: Any, layers: int) -> list[Window]:
 
 
 def _global_tokens(config: Any) -> GlobalTokens | None:
-    """The tokens that transformers makes global by itself: what a text is classified by, and questions."""
+    """The tokens that transformers makes global by itself: the token that classifies a text, and the tokens of
+    questions."""
     name = config.architectures[0]
     if name.endswith("ForSequenceClassification"):
         return GlobalTokens(FirstToken())

@@ -113,7 +113,7 @@ class StackNames(LayerNames):
 
     Attributes:
         stem: the beginning of all names.
-        tokens: the token table after the stem; empty where it is stored elsewhere.
+        tokens: the token table after the stem; empty if it is stored elsewhere.
         positions: the position table, in full after the stem.
         embedding_norm, final_norm, layers: their names after the stem.
     """

@@ -42,7 +42,7 @@ class BlockFormat:
         name: as ggml has it.
         numbers, size: of a block, how many numbers it has and the bytes that these take.
         plain: the format of torch that this is, if it is one.
-        decode: None where it is none, or is not read.
+        decode: None if it is none, or is not read.
         halves: where in a block float16 numbers are.
         lines: where numbers are integers of 4 bits on a line for each 32 of them, makes these of bytes [blocks, size].
     """

@@ -177,7 +177,7 @@ class _Reader:
         return [bool(value) for value in found] if kind == _BOOL else list(found)
 
     def _texts_of(self, key: str, count: int) -> list[str]:
-        """A vocabulary has hundreds of thousands: the way by `_text` would take seconds."""
+        """A vocabulary has hundreds of thousands: reading each by `_text` would take seconds."""
         data, size, place, found = self._data, self._size, self._place, []
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):

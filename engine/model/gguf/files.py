@@ -17,7 +17,7 @@ PART = re.compile(r"-\d{5}-of-(\d{5})$")
 
 
 def single_file(folder: Path) -> Path | None:
-    """The GGUF file that is a folder's model; None where it holds safetensors, or no GGUF file.
+    """The GGUF file that is a folder's model; None if it holds safetensors, or no GGUF file.
 
     Raises:
         ModelLoadError: there are several, or parts of one.

@@ -17,7 +17,7 @@ class Metadata:
     """The settings of an architecture, below its name; others by their whole names.
 
     Args:
-        file: with the tensors, of which some tell a setting.
+        file: with the tensors, some of which reveal a setting.
     """
 
     def __init__(self, file: Gguf):

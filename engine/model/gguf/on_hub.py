@@ -1,4 +1,4 @@
-"""GGUF files on the hub, of which a repository has many: which one a model's name means."""
+"""GGUF files on the hub. A repository has many; the model's name selects one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 12
 
 
 def named_file(model: str) -> tuple[str, str] | None:
-    """The repository and what names the file in it; None for what names no GGUF file on the hub.
+    """The repository, and the name or pattern of the file in it; None if the text names no GGUF file on the hub.
 
     `org/name:Q4_K_M` is what llama.cpp and vLLM call the file whose name ends so, `org/name/*Q4_K_M.gguf` one by its
     path. A path below a folder that is here is none.

@@ -25,7 +25,8 @@ def mapped(path: Path) -> Tensor:
 def read_tensor(
     data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Items [start, stop) of a tensor's first dimension: as they are stored where they are plain, else in a format.
+    """Items [start, stop) of a tensor's first dimension: as stored if the tensor is plain, else expanded to
+    `dtype`.
 
     Args:
         data: of the file.

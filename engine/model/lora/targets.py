@@ -50,7 +50,7 @@ class Targets:
         assert model.table is not None
         self._table = model.table
         self._model = model
-        self._has_classes = isinstance(model.spec.head, spec.Classifier)
+        self._has_own_head = isinstance(model.spec.head, spec.Classifier | spec.AnswerSpan)
         stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
         changed = {linear for stack in stacks for linear in adaptable(stack)}
         self._paths = {id(module): path for path, module in model.named_modules() if module in changed}
@@ -82,8 +82,9 @@ class Targets:
         return list(found.values())
 
     def head_parameter(self, name: str) -> tuple[Entry, torch.Size] | None:
-        """The parameter of a classifier's head that is stored under this name, and its shape; None if it is none."""
-        if not self._has_classes:
+        """The parameter of a head that is stored under this name, and its shape; None if it is none, or of a head that
+        adapters cannot bring: those of classifiers and of models that find answers they can."""
+        if not self._has_own_head:
             return None
         parameters = dict(self._model.named_parameters())
         for entry, _ in self._entries.get(self._current(name), ()):

@@ -1,4 +1,4 @@
-"""Attention: its heads, what queries, keys and values are made of, and what stands in its place."""
+"""Attention: its heads, the inputs of its queries, keys and values, and the parts that can stand in its place."""
 
 from __future__ import annotations
 

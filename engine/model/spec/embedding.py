@@ -41,8 +41,8 @@ class Tokens:
         token_types: number of segment embeddings added, 0 for none.
         second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
             second; without one, those after its first token. None: all are of the first.
-        tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
-            (arXiv:2107.02137); 0 for none.
+        tasks: rows of a table of tasks. The first row, a checkpoint's default task, is added (arXiv:2107.02137). 0: no
+            table.
         boxes: rows of the tables of where on its page a token stands, one for horizontal and one for vertical places
             of its box, and one each for the box's height and width (arXiv:1912.13318); 0 for none.
         token_norm: applied to the vectors before positions and segments are added.

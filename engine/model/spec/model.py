@@ -45,7 +45,7 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the token table, 0 where there is none."""
+        """Rows of the token table, 0 if there is none."""
         stack = self.decoder or self.encoder
         return stack.embedding.vocab_size if stack and isinstance(stack.embedding, Tokens) else 0
 
@@ -65,7 +65,7 @@ class ModelSpec:
 
     @property
     def encoder_vocab_size(self) -> int:
-        """Rows of the encoder's token table, 0 where there is none."""
+        """Rows of the encoder's token table, 0 if there is none."""
         return self.encoder.embedding.vocab_size if self.encoder and isinstance(self.encoder.embedding, Tokens) else 0
 
     @property

@@ -63,7 +63,7 @@ class Corrected:
 
     Attributes:
         score: what becomes of the router's numbers.
-        groups, open_groups: experts lie in so many groups, of which a token sees those with the best pairs.
+        groups, open_groups: number of groups of experts. A token sees the groups with the best pairs.
         least: the sum that weights are divided by is no smaller than this.
         scale: multiplies the weights.
     """
@@ -81,7 +81,7 @@ class GroupLimited:
     times a constant is the weight (arXiv:2405.04434, 2.1.2). All is computed in float32.
 
     Attributes:
-        groups, open_groups: experts lie in so many groups, of which a token sees those with the best experts.
+        groups, open_groups: number of groups of experts. A token sees the groups with the best experts.
         scale: multiplies the weights.
     """
 

@@ -1,5 +1,4 @@
-"""The views of an encoder's tokens that do not see all others: tokens that a window does not bind, sums, vectors,
-blocks."""
+"""Sparse attention of encoders: tokens outside the window, sums of blocks, vectors and blocks that a token sees."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor
 
 
 def fits_groups(shape: Size, groups: int) -> bool:
-    """Whether groups of a matrix's inputs, of one size, are whole groups of ours."""
+    """Whether groups of a matrix's inputs, all of one size, consist of whole groups of ours."""
     return shape[1] % GROUP == 0 and groups > 0 and shape[1] % (groups * GROUP) == 0
 
 

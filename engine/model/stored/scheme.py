@@ -97,7 +97,7 @@ def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
 
 
 def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collection[str]) -> str:
-    """The name, of a tensor that is there and has one of these shapes and formats.
+    """The name, after a check that the tensor exists and has one of these shapes and formats.
 
     Args:
         formats: in safetensors' words.
@@ -148,7 +148,8 @@ def count_groups(tensors: Tensors, scales: str, dim: int) -> int:
 
 
 def block_size(value: Any, name: str) -> tuple[int, int] | None:
-    """Rows and columns for which there is a scale, of a setting of a `quantization_config`; None where there is none.
+    """The rows and columns that share a scale, from a setting of a `quantization_config`; None if there is no such
+    setting.
 
     Raises:
         UnsupportedModelError: it is something else.
@@ -183,7 +184,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
 
     Args:
         scales: one number, [rows], or one for each block, [..., blocks of rows, blocks of columns].
-        block: rows and columns of a block; None where rows and columns divide evenly.
+        block: rows and columns of a block; None if rows and columns divide evenly.
     """
     numbers, factors = values.float(), _as_float(scales)
     if factors.numel() == 1:
