@@ -18,7 +18,6 @@ from pydantic import model_validator as check_model
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
-from engine.interface.json_settings import as_json
 from server.answering.formats import CALLS, REASONING, check_name
 from server.config.sources import VariableSource
 from server.config.wording import allowed, choices, did_you_mean, field_docs, is_switch
@@ -376,7 +375,8 @@ class SettingsBase(ServerSettings, BaseSettings):
         if not isinstance(value, dict):
             return value
         method = value.get("method")
-        return as_json({**value, "method": "off"} if method is False else value)
+        # Values that JSON does not know, such as a date, become texts.
+        return json.dumps({**value, "method": "off"} if method is False else value, default=str)
 
     @check_field("quantization_cache", "speculative_config", "tool_prompt", mode="before", check_fields=False)
     @classmethod
