@@ -30,6 +30,10 @@ class NoServerError(TalkError):
     """Nothing answers there."""
 
 
+class DroppedError(TalkError):
+    """The connection closed before the answer was complete."""
+
+
 class LoadingError(TalkError):
     """The server is still loading its model.
 

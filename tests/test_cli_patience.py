@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.fake_server import FakeServer
 
-from cli.errors import LoadingError, NoServerError, TalkError
+from cli.errors import DroppedError, LoadingError, NoServerError, TalkError
 from cli.talking import patience
 from cli.talking.model import open_model
 from cli.talking.patience import once_loaded
@@ -70,6 +70,27 @@ def test_a_server_that_makes_no_progress_is_given_up() -> None:
         once_loaded(ask, "http://there", 1e-9)
 
 
+def test_a_connection_that_is_lost_as_the_server_takes_over_is_made_again() -> None:
+    problems = [LoadingError("loading", 99), DroppedError("closed"), LoadingError("loading", 100)]
+
+    def ask() -> str:
+        if problems:
+            raise problems.pop(0)
+        return "ready"
+
+    assert once_loaded(ask, "http://there", 60) == "ready"
+
+
+def test_a_server_that_is_dropped_for_good_is_given_up() -> None:
+    problems: list[Exception] = [LoadingError("loading", 99)]
+
+    def ask() -> None:
+        raise problems.pop(0) if problems else DroppedError("closed")
+
+    with pytest.raises(TalkError, match="without progress"):
+        once_loaded(ask, "http://there", 1e-9)
+
+
 def test_a_server_that_stops_while_it_loads_is_named() -> None:
     problems = [LoadingError("loading", None), NoServerError("refused")]
 
@@ -92,8 +113,11 @@ def test_something_else_than_a_model_server_gets_one_line(body: Any) -> None:
     )
 
 
-def test_llama_cpp_loads_in_its_own_words() -> None:
+@pytest.mark.parametrize(
+    "body", [{"error": {"code": 503, "message": "Loading model", "type": "unavailable"}}, "Loading model"]
+)
+def test_llama_cpp_loads_in_its_own_words(body: Any) -> None:
     with FakeServer() as server:
-        server.other["/v1/models"] = (503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable"}})
+        server.other["/v1/models"] = (503, body)
         with pytest.raises(LoadingError):
             Wire(Place.parse(server.url)).json("GET", "/v1/models")

@@ -132,6 +132,16 @@ def test_a_switch_without_a_default(load: Callable[..., Loaded]) -> None:
         EngineConfig(model="m", async_scheduling="off")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["quantization_cache", "speculative_config", "tool_prompt"])
+def test_off_needs_no_quotation_marks_in_a_file(name: str, load: Callable[..., Loaded], tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    path = tmp_path / "octavo.yaml"
+    path.write_text(f"{name}: off\n")
+    assert getattr(load(["--config", str(path)]).settings, name) == "off"
+    path.write_text("speculative_config: {method: off}\n")
+    assert load(["--config", str(path)]).engine.speculative_config == '{"method": "off"}'
+
+
 def test_where_events_go_is_a_mapping_in_a_file(load: Callable[..., Loaded], tmp_path: Path) -> None:
     events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:1234", "hwm": 5}
     loaded = load(["--config", as_file(tmp_path, {"kv_events_config": events})])
@@ -308,6 +318,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
         ("port: [3", "line 1, column 9: expected ',' or ']'"),
         ("- port", "must contain lines such as max_num_seqs: 32, got a list"),
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
+        ("speculative_config: {method: 2024-01-01}", "must be one of ngram, suffix, off, got '2024-01-01'"),
         ("revision: 2024", "revision in {path} must be a text, got 2024"),
         ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),
         ("max_num_seqs: 4000", "must be at least max_num_seqs in {path} (4000)"),

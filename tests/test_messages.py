@@ -236,7 +236,8 @@ def test_news() -> None:
         RequestDelta(
             request_id="full",
             choices=[
-                ChoiceDelta(index=0, token_ids=[1, 2], logprobs=[entry, {}], cumulative_logprob=-0.30000000000000004),
+                ChoiceDelta(index=0, token_ids=[1, 2], logprobs=[entry, {}], sums=[-0.1, -0.2]),
+                ChoiceDelta(index=0, token_ids=[1, 2], cumulative_logprob=-0.30000000000000004),
                 ChoiceDelta(index=1, token_ids=[], finish_reason="stop", stop_reason="why", score=-1.5),
                 ChoiceDelta(index=2, token_ids=[7], finish_reason="length", stop_reason=7),
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,46 @@ def test_the_time_of_a_token_is_learnt() -> None:
     assert same.share == DraftCosts().share, "steps of one size say nothing of another's time"
 
 
+def decoded(costs: DraftCosts, each: float, rate: float, steps: int) -> tuple[list[int], float]:
+    """The sizes of steps in which any number of drafts may be right, each with this probability, and how many times as
+    many tokens they give as steps without drafts."""
+    tokens, sizes, seconds, made = 1, [], 0.0, 0.0
+    for _ in range(steps):
+        taken = 0.04 + each * tokens
+        costs.observe(tokens, taken)
+        seconds += taken
+        made += sum(rate**place for place in range(tokens))
+        gain, right, tokens = DraftGain(costs, 1), 1.0, 1
+        while tokens < 9 and gain.is_worth(right * rate):
+            right *= rate
+            gain.count(right)
+            tokens += 1
+        sizes.append(tokens)
+    return sizes, made / seconds * (0.04 + each)
+
+
+def test_a_slow_moment_does_not_end_drafts_for_good() -> None:
+    """After it, no step has drafts that could show that they are cheap. The estimate falls until one has."""
+    costs = DraftCosts()
+    for tokens in (1, 2, 1, 2, 1):
+        costs.observe(tokens, 2.0 if tokens == 2 else 0.04)
+    assert costs.share == 1.0
+    sizes, gained = decoded(costs, 0.001, 0.9, 1500)
+    assert sizes[:20] == [1] * 20
+    assert sum(sizes[-500:]) > 8 * 500
+    assert gained > 3
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("each", [0.001, 0.02, 0.04, 0.36])
+def test_drafts_never_cost_much(each: float, rate: float) -> None:
+    """Also where every step could have some: a few have none, so that the cost of the others is known."""
+    _, gained = decoded(DraftCosts(), each, rate, 2000)
+    assert gained > 0.98
+    if each < rate * 0.04:
+        assert gained > 1.03
+
+
 def test_more_drafts_are_taken_the_cheaper_and_the_surer_they_are() -> None:
     def drafts(each: float, rate: float, rows: int = 1) -> int:
         costs = DraftCosts()
@@ -155,13 +196,36 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps(engines: Callable[..., 
     assert max(one.stats().num_draft_tokens, 1) <= 4 * one.stats().num_steps
 
 
+def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., Engine]) -> None:
+    """A stop string may end an answer at any of them, and `best_of` ranks answers by it."""
+    plain, one = engines(), engines(speculative_config="ngram")
+    one.scheduler.draft_costs = None
+    sums: list[list[float | None]] = []
+    for engine in (plain, one):
+        add(engine, "circles", Job(prompt(1, 9), CIRCLES))
+        found: list[float | None] = []
+        while engine.has_unfinished_requests():
+            for delta in engine.step_deltas():
+                (choice,) = delta.choices
+                assert (choice.sums is None) == (len(choice.token_ids) == 1)
+                found += choice.sums or [choice.cumulative_logprob]
+                assert found[-1] == choice.cumulative_logprob
+        sums.append(found)
+    assert one.stats().num_accepted_draft_tokens > 20
+    assert sums[1] == pytest.approx(sums[0], abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ('{"method": "eagle3"}', "method must be one of ngram, suffix, off, got 'eagle3'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
+        ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, off, got '2024-01-01'"),
         ({"draft": "x"}, "has no field 'draft'; there are method, num_speculative_tokens"),
-        ("n-gram", "must be a JSON object, got 'n-gram'"),
+        ("n-gram", "must be ngram, suffix, off or a JSON object, got 'n-gram'"),
+        ("OFF", "must be ngram, suffix, off or a JSON object, got 'OFF'"),
+        ("5", "must be ngram, suffix, off or a JSON object, got '5'"),
+        ("", "must be ngram, suffix, off or a JSON object, got ''"),
     ],
 )
 def test_wrong_settings_are_named(given: Any, message: str) -> None:

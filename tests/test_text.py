@@ -172,6 +172,19 @@ def test_a_stop_string_wins_over_the_engine_ending_the_choice_in_the_same_delta(
     assert news[0].cumulative_logprob == -2.0
 
 
+def test_a_stop_string_within_a_delta_leaves_the_sum_up_to_it() -> None:
+    """A step may bring several tokens. The sum is the one after the last token that counts, to the last bit."""
+    sums = [-0.1, -0.1 - 0.7, -0.1 - 0.7 - 0.3]
+    for end in range(3):
+        processor = OutputProcessor(pieces_tokenizer(), [], SamplingParams(stop=["c"]))
+        ids = tokens("a", "b", "a")
+        ids[end] = tokens("c")[0]
+        choice = ChoiceDelta(index=0, token_ids=ids, cumulative_logprob=sums[-1], sums=sums)
+        (news,) = processor.process(RequestDelta(request_id="r", choices=[choice]))
+        assert news.token_ids == ids[: end + 1]
+        assert processor.outputs[0].cumulative_logprob == news.cumulative_logprob == sums[end]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     ids=st.lists(st.integers(1, len(PIECES) - 1), min_size=1, max_size=15),

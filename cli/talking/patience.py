@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cli.errors import LoadingError, NoServerError, TalkError
+from cli.errors import DroppedError, LoadingError, NoServerError, TalkError
 from cli.terminal.keys import keys_kept
 from cli.terminal.style import note
 from cli.terminal.waiting import waiting
@@ -44,6 +44,8 @@ def once_loaded(ask: Callable[[], T], url: str, timeout: float) -> T:
             except LoadingError as problem:
                 if problem.percent != progress:
                     progress, since = problem.percent, time.monotonic()
+            except DroppedError:
+                pass  # it may have happened when the loaded server took over; the next question tells
             except NoServerError:
                 raise TalkError(f"The server at {url} stopped while it was loading its model.") from None
             if time.monotonic() - since >= timeout:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from cli.errors import LoadingError, NoServerError, TalkError, error_of
+from cli.errors import DroppedError, LoadingError, NoServerError, TalkError, error_of
 
 CONNECT_TIMEOUT = 10.0  # seconds
 _EVENTS = "text/event-stream"
@@ -131,7 +131,7 @@ class Wire:
             raise TalkError(f"{url} sent nothing for {self._timeout:g} seconds (--timeout).") from problem
         except httpx2.HTTPError as problem:
             reason = str(problem).rstrip(".") or type(problem).__name__
-            raise TalkError(f"{url} closed the connection: {reason}.") from problem
+            raise DroppedError(f"{url} closed the connection: {reason}.") from problem
 
     def _value(self, response: httpx2.Response, path: str) -> Any:
         try:
@@ -149,7 +149,8 @@ class Wire:
                     "server? (--url)"
                 )
             if response.status_code == 503 and (code == "loading" or message.startswith(_LLAMA_CPP_LOADS)):
-                percent = error.get("percent") if isinstance(error := value.get("error"), dict) else None
+                error = value.get("error") if isinstance(value, dict) else None
+                percent = error.get("percent") if isinstance(error, dict) else None
                 raise LoadingError(message, percent if isinstance(percent, int) else None)
             raise TalkError(message or f"{self.place.url}{path} answered with status {response.status_code}.", code)
         return value

@@ -10,8 +10,9 @@ from engine.errors import ConfigError
 
 
 def as_json(given: Any) -> Any:
-    """A mapping as the text that it would be on a command line; anything else as it is."""
-    return json.dumps(dict(given)) if isinstance(given, Mapping) else given
+    """A mapping as the text that it would be on a command line; anything else as it is. Values that JSON does not know,
+    such as a date, become texts."""
+    return json.dumps(dict(given), default=str) if isinstance(given, Mapping) else given
 
 
 def decoded(name: str, given: Any) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class ChoiceDelta:
         stop_reason: the stop token id that ended it (None for the model's EOS), or why it was aborted.
         cumulative_logprob: sum of the tokens' log-probabilities so far (for beams only in the last delta,
             and of the processed scores that the search added up).
+        sums: `cumulative_logprob` after each token, where there are several and a stop string may end the answer at
+            any of them; None for beams.
         score: in a beam's last delta: cumulative_logprob / length ** length_penalty.
     """
 
@@ -66,6 +68,7 @@ class ChoiceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
+    sums: Sequence[float | None] | None = None
     score: float | None = None
 
 

@@ -46,7 +46,10 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     Raises:
         ConfigError: it is none of them, or something in it is no setting, or out of range.
     """
-    given = {"method": given} if given in METHODS else given
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        if given not in METHODS:
+            raise ConfigError(f"{NAME} must be {', '.join(METHODS)} or a JSON object, got {given!r}.")
+        given = {"method": given}
     values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:

@@ -286,6 +286,7 @@ def _joined(news: Seq[ChoiceDelta]) -> ChoiceDelta:
         news[-1],
         token_ids=tuple(token for choice in news for token in choice.token_ids),
         logprobs=None if news[0].logprobs is None else tuple(e for choice in news for e in choice.logprobs or ()),
+        sums=tuple(choice.cumulative_logprob for choice in news),
     )
 
 

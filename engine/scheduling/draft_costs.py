@@ -9,7 +9,12 @@ _MEMORY = 0.98
 # Share of a step of one token that a further one takes, until steps of several sizes were seen.
 _FIRST_SHARE = 0.2
 # Least spread of sizes (variance, tokens squared) from which the time of a token can be told.
-_LEAST_SPREAD = 0.2
+_LEAST_SPREAD = 0.05
+# A share above the first one falls by this factor with each step that says nothing of it: an estimate that is too high
+# ends all drafts, and without drafts no step could show that it is.
+_FORGETTING = 0.997
+# As long as sizes have too little spread, one step in so many has no drafts, so that they get some.
+_PLAIN_EVERY = 8
 # Draft only what gains this much more than it costs: estimates are noisy.
 _MARGIN = 1.25
 
@@ -20,6 +25,7 @@ class DraftCosts:
     def __init__(self) -> None:
         self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
         self._share = _FIRST_SHARE
+        self._alike = 0  # steps since sizes had enough spread
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step without prompts, of so many tokens, took so long."""
@@ -33,7 +39,10 @@ class DraftCosts:
         mean, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
         spread = self._squares / self._weight - mean * mean
         if self._weight < 4.0 or spread < _LEAST_SPREAD:
+            self._share = min(self._share, max(_FORGETTING * self._share, _FIRST_SHARE))
+            self._alike += 1
             return
+        self._alike = 0
         each = (self._products / self._weight - mean * mean_seconds) / spread
         one = mean_seconds + each * (1.0 - mean)
         if one > 0.0:
@@ -42,6 +51,11 @@ class DraftCosts:
     def seconds(self, tokens: int) -> float:
         """The time of a step of so many tokens. A step of one token takes 1."""
         return 1.0 + self._share * (tokens - 1)
+
+    @property
+    def wants_plain(self) -> bool:
+        """The next step is to have no drafts: the last ones had too many alike to tell their cost."""
+        return self._alike % _PLAIN_EVERY == _PLAIN_EVERY - 1
 
     @property
     def share(self) -> float:
@@ -66,6 +80,8 @@ class DraftGain:
         """One more draft, which is right with this probability, raises the tokens of answers in a second."""
         if self._costs is None:
             return True
+        if self._costs.wants_plain:
+            return False
         rate = self._expected / self._costs.seconds(self._tokens)
         return probability > _MARGIN * rate * self._costs.share
 

@@ -235,7 +235,8 @@ class _Choice:
         if stop is not None:
             news.finish_reason, news.stop_reason, news.stopped_by_text = "stop", stop, True
             if count < len(delta.token_ids) or delta.cumulative_logprob is None:
-                news.cumulative_logprob = self._sum_logprobs(news)
+                sums = delta.sums
+                news.cumulative_logprob = self._sum_logprobs(news) if sums is None else sums[count - 1]
                 news.score = None
         self._keep(news)
         return news

@@ -372,7 +372,17 @@ class SettingsBase(ServerSettings, BaseSettings):
     @check_field("kv_events_config", "speculative_config", mode="before", check_fields=False)
     @classmethod
     def _write_json(cls, value: Any) -> Any:
-        return json.dumps(value) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        method = value.get("method")
+        # Values that JSON does not know, such as a date, become texts.
+        return json.dumps({**value, "method": "off"} if method is False else value, default=str)
+
+    @check_field("quantization_cache", "speculative_config", "tool_prompt", mode="before", check_fields=False)
+    @classmethod
+    def _take_off(cls, value: Any) -> Any:
+        """YAML reads the bare word off as false."""
+        return "off" if value is False else value
 
     @check_model(mode="before")
     @classmethod
