@@ -353,7 +353,7 @@ def test_progress_counts_what_was_kept(name: str, tmp_path: Path, cache: Path, m
     make(shapes[name], path)
     bars: list[tuple[float | None, list[float]]] = []
 
-    class Bar(weights.tqdm):  # type: ignore[type-arg]
+    class Bar(weights._Bar):  # type: ignore[type-arg]
         def update(self, n: float | None = 1) -> bool | None:
             steps.append(n or 0)
             return super().update(n)
@@ -363,7 +363,7 @@ def test_progress_counts_what_was_kept(name: str, tmp_path: Path, cache: Path, m
                 bars.append((self.total, list(steps)))
             super().close()
 
-    monkeypatch.setattr(weights, "tqdm", Bar)
+    monkeypatch.setattr(weights, "_Bar", Bar)
     for _ in range(2):
         steps: list[float] = []
         load(path, cache, show_progress=True)

@@ -105,7 +105,7 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
         name = placed.name
         if "{}" not in name:
             yield placed
-        elif len(info.shape) != (3 if name.startswith(("mlp.", "block_sparse_moe.")) else 2):
+        elif len(info.shape) != (3 if ".mlp." in name or ".block_sparse_moe." in name else 2):
             raise ModelLoadError(
                 f"{file.path}: {info.name} should hold a matrix for each expert, or a vector for each head. "
                 "Download it again."
