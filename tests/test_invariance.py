@@ -173,7 +173,7 @@ class RecordingModel:
         self.tokens.append(len(inputs.token_ids))
         return torch.nn.functional.one_hot(inputs.token_ids, 8).float() * 9
 
-    def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
+    def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: torch.nn.Module | None = None) -> Tensor:
         self.rows.append(len(hidden))
         return hidden
 
