@@ -88,7 +88,9 @@ class Stand(torch.nn.Module):
     def encode(self, inputs: Inputs) -> None:
         """Nothing is stored."""
 
-    def logits(self, hidden: torch.Tensor, form: RowForm = LIBRARY) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, form: RowForm = LIBRARY, head: torch.nn.Module | None = None
+    ) -> torch.Tensor:
         return hidden
 
 
