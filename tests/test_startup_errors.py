@@ -112,7 +112,9 @@ def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, caplog: pyte
         words.add_special_tokens(["<image>"])
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / str(plain))
     settings = {"device": "cpu", "num_gpu_blocks_override": 8, "show_progress": False}
-    with pytest.raises(ModelLoadError, match=rf"has {size + 1} tokens, but the model's vocabulary has {size}.* tokenizer\b"):
+    with pytest.raises(
+        ModelLoadError, match=rf"has {size + 1} tokens, but the model's vocabulary has {size}.* tokenizer "
+    ):
         LLM(str(folder), tokenizer=str(tmp_path / str(size + 1)), **settings)
     llm = LLM(str(folder), tokenizer=str(tmp_path / str(size)), **settings)
     assert f"1 added tokens outside the model's vocabulary (ids 0 to {size - 1}): '<image>' ({size})" in caplog.text
