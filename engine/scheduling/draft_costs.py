@@ -17,6 +17,8 @@ _FORGETTING = 0.997
 _PLAIN_EVERY = 8
 # Draft only what gains this much more than it costs: estimates are noisy.
 _MARGIN = 1.25
+# And so much more again for each further sequence of the step: a draft helps one request and delays the others.
+_FOR_OTHERS = 0.25
 
 
 class DraftCosts:
@@ -74,6 +76,7 @@ class DraftGain:
     def __init__(self, costs: DraftCosts | None, rows: int):
         self._costs = costs
         self._tokens = rows
+        self._margin = _MARGIN * (1.0 + _FOR_OTHERS * max(rows - 1, 0))
         self._expected = float(rows)
 
     def is_worth(self, probability: float) -> bool:
@@ -83,7 +86,7 @@ class DraftGain:
         if self._costs.wants_plain:
             return False
         rate = self._expected / self._costs.seconds(self._tokens)
-        return probability > _MARGIN * rate * self._costs.share
+        return probability > self._margin * rate * self._costs.share
 
     def count(self, probability: float) -> None:
         """This draft is part of the step."""
