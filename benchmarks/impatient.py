@@ -3,9 +3,9 @@
 Four loads on `octavo serve` with the bundled model, over loopback, in turns:
 
     full       as many streams as places, each followed by the next
-    retry      `--factor` times as many clients; who is refused asks again at once
-    leave      the same; who has no first token after `--patience` seconds hangs up, too, and asks again at once
-    unlimited  like leave, on a service that refuses nobody for a long queue (--max-queue-time 0)
+    retry      `--factor` times as many clients; a refused client asks again at once
+    leave      the same; a client without a first token after `--patience` seconds also hangs up and asks again
+    unlimited  like leave, on a service that never refuses a request for a long queue (--max-queue-time 0)
 
 The goal: tokens that clients receive in a second, at least 0.9 of those of the full load on the same service. Client
 and service share the machine.

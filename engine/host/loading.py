@@ -1,4 +1,4 @@
-"""The progress of loading a model, told to whoever waits for it."""
+"""The progress of loading a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LoadingProgress:
     """Counts loaded bytes and tells each new percentage once; several threads may count.
 
     Attributes:
-        listener: told from then on; None: nobody waits.
+        listener: called with each new percentage; None: percentages are not reported.
     """
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ class ProcessEngineClient(ConnectedClient):
         self._launches += 1
         self._folder = kept_folder(self._folder)
         config, adapters = self._config, {}
-        if self._launches > 1 and self.info.max_loras:  # those of the last process, whoever loaded them
+        if self._launches > 1 and self.info.max_loras:  # load the adapters of the last process again
             rank = self.info.max_lora_rank
             config = replace(config, lora_modules=(), max_loras=self.info.max_loras, max_lora_rank=rank)
             adapters = {adapter.name: adapter.path for adapter in self.adapters.values()}

@@ -39,7 +39,7 @@ class EngineClient(ABC):
 
     info: EngineInfo
     num_restarts: int = 0
-    # By their names; whoever loads and unloads them.
+    # The loaded adapters, by their names.
     adapters: Mapping[str, AdapterInfo] = MappingProxyType({})
     # Told of each piece of news before the requests are: of every step, and of every batch of commands.
     on_news: Callable[[Sequence[RequestDelta], EngineStats], None] | None = None

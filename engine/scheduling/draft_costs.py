@@ -30,7 +30,7 @@ class DraftCosts:
         self._alike = 0  # steps since sizes had enough spread
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step without prompts, of so many tokens, took so long."""
+        """Count the time of a decoding step of so many tokens."""
         if tokens <= 0 or not 0.0 < seconds < math.inf:
             return
         self._weight = _MEMORY * self._weight + 1.0
@@ -66,7 +66,7 @@ class DraftCosts:
 
 
 class DraftGain:
-    """What a step is expected to give for its time, as drafts are added to it.
+    """The expected tokens of a step and its expected time, as drafts are added to it.
 
     Args:
         costs: None if every draft is worth its time.

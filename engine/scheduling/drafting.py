@@ -42,7 +42,7 @@ class NgramDrafter:
         self._most = most
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """What followed the longest earlier occurrence of the last tokens."""
+        """The tokens that followed the longest earlier occurrence of the last tokens."""
         if not isinstance(sequence.drafting, Drafting):
             sequence.drafting = Drafting()
         return sequence.drafting.guess(sequence.tokens.view(), min(most, self._most))

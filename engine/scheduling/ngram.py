@@ -1,4 +1,4 @@
-"""Drafts from a sequence's own tokens: what followed the longest earlier occurrence of its last tokens.
+"""Drafts from a sequence's own tokens: those that followed the longest earlier occurrence of its last tokens.
 
 This is prompt-lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding). It pays off where an answer
 repeats its prompt or itself: edits of code, quotations, JSON, agents that read and write the same files.
@@ -22,7 +22,7 @@ LONGEST = 32
 """Tokens up to which an occurrence is compared. A longer match is as good as this one."""
 # Bounds of match lengths between which the share of right drafts is learnt together.
 _LENGTHS = (6, 12)
-# What is assumed at first of a match's next token, and how many observations that is worth.
+# The share of right tokens that is assumed at first, and the number of observations that it counts for.
 _PRIOR = ((0.4, 2.0), (0.7, 2.0), (0.9, 2.0))
 # Weight of past observations after each new one.
 _MEMORY = 0.9
@@ -95,10 +95,10 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class Drafting:
-    """What a sequence's drafts are made from, and how often they were right.
+    """The index of a sequence's tokens, and the share of its guesses that were right.
 
-    Every guess is compared with what came, whether it was drafted or not. So a sequence whose text begins to repeat
-    is noticed without a draft that costs anything.
+    Each guess is compared with the tokens that came, whether it was drafted or not. So the drafter notices that a text
+    begins to repeat, without the cost of a draft.
     """
 
     index: NgramIndex = field(default_factory=NgramIndex)
@@ -129,7 +129,7 @@ class Drafting:
         return guess, self._right[self._group] / self._seen[self._group]
 
     def _learn(self, tokens: Int32) -> None:
-        """Compare the last guess with what came."""
+        """Compare the last guess with the tokens that came."""
         came = tokens[self._guess_at : self._guess_at + len(self._guess)].tolist()
         if not came:
             return
