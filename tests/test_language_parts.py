@@ -53,6 +53,19 @@ CLIP, SIGLIP = VISION | {"model_type": "clip_vision_model"}, VISION | {"model_ty
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "AyaVisionForConditionalGeneration": ({"model_type": "cohere2", "sliding_window": 9}, SIGLIP, {}),
     "Gemma3ForConditionalGeneration": ({"head_dim": 10, "sliding_window": 9}, VISION, {}),
+    "Gemma3nForConditionalGeneration": (
+        {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+         "layer_types": ["full_attention"] * 3, "vocab_size_per_layer_input": VOCAB,
+         "hidden_size_per_layer_input": 6, "laurel_rank": 5},
+        {"hidden_size": 16, "architecture": "resnet18", "model_args": {}, "vocab_size": 4, "vocab_offset": VOCAB},
+        {"audio_config": None},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        {"head_dim": 10, "global_head_dim": 12, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": VOCAB,
+         "hidden_size_per_layer_input": 6},
+        VISION | {"num_key_value_heads": 2, "head_dim": 8}, {"audio_config": None},
+    ),
     "Idefics3ForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
     "InternVLForConditionalGeneration": (
         {"model_type": "qwen2"}, VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, {}
