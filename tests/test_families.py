@@ -345,8 +345,9 @@ def test_a_hybrid_family_without_a_layer_that_keeps_a_state_is_refused_as_any_ot
 
 
 def test_a_multimodal_model_says_whether_its_language_part_would_do() -> None:
-    text = "The architecture 'FuyuForCausalLM' is not supported: it takes more than text. Its language part is not "
-    assert refusal(of_type("fuyu", "FuyuForCausalLM")) == f"{text}supported either."
+    name = "MllamaForConditionalGeneration"
+    text = f"The architecture {name!r} is not supported: it takes more than text. Its language part is not "
+    assert refusal(of_type("mllama", name)) == f"{text}supported either."
     config = of_type("fuyu", "FuyuForCausalLM", text_config={"model_type": "llama"})
     assert refusal(config).endswith(" A checkpoint of its language part alone (LlamaForCausalLM) would do.")
 

@@ -33,7 +33,8 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
-         "num_groups", "attention_heads", "num_global_key_value_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS,
+         "num_groups", "attention_heads", "num_global_key_value_heads",
+         "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
          "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_top_k", "n_group", "topk_group",

@@ -80,15 +80,17 @@ class SequentialBlock(nn.Module):
                 norms = {"outer": (attention, cross, ffn)}
             case spec.AfterSublayer(attention, ffn):
                 norms = {"after": (attention, None, ffn)}
-            case spec.Sandwich(before_attention, after_attention, before_ffn, after_ffn):
-                norms = {"before": (before_attention, None, before_ffn), "after": (after_attention, None, after_ffn)}
+            case spec.Sandwich() as own:
+                norms = {
+                    "before": (own.before_attention, own.before_cross, own.before_ffn),
+                    "after": (own.after_attention, own.after_cross, own.after_ffn),
+                }
             case _:
                 raise UnsupportedModelError(f"A {type(block.placement).__name__} block is not sequential.")
         attention_norms, cross_norms, ffn_norms = (
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
-        own = build_attention(block, hidden_size, backend, place)
-        self.attention = Sublayer(own, **attention_norms)
+        self.attention = Sublayer(build_attention(block, hidden_size, backend, place), **attention_norms)
         self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
         if block.cross is not None:

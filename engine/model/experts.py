@@ -215,7 +215,9 @@ class ExpertsFeedForward(nn.Module):
                 return self._corrected(x, routing)
             case spec.GroupLimited() as routing:
                 scores = self._logits(x).softmax(dim=-1)
-                weights, chosen = _best(_open(scores, routing.groups, routing.open_groups, routing.leaders), self.part.active)
+                weights, chosen = _best(
+                    _open(scores, routing.groups, routing.open_groups, routing.leaders), self.part.active
+                )
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights * routing.scale, chosen

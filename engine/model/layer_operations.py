@@ -36,7 +36,7 @@ class MultiplyAll(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivateSparsely(HasRows):
-    """out = function(relu(a - m - cutoff * s)) * b of x = [a | b], m and s being the mean and the deviation of a row."""
+    """out = function(relu(a - m - cutoff * s)) * b of x = [a | b], m and s being a row's mean and deviation."""
 
     READS = ("x",)
     WRITES = ("out",)

@@ -142,8 +142,8 @@ class Linear(nn.Module):
 
 
 class QkNorm(nn.Module):
-    """Norms of queries and keys, each over a head's features or over all heads' at once, before rotation or after; and of
-    values, over a head's features."""
+    """Norms of queries and keys, each over a head's features or over all heads' at once, before rotation or after; and
+    of values, over a head's features."""
 
     def __init__(self, part: spec.Attention, norm: spec.QkNorm, place: Place):
         super().__init__()

@@ -111,7 +111,8 @@ def _unsupported_layers(stack: spec.Stack, *, paged: bool) -> list[str]:
         # Layers are numbered as their pages are.
         "layers that read keys of others before some that have their own": reading != sorted(reading),
         "keys of another shape than those of the layer that reads them": not all(shapes),
-        "norms of values outside a decoder": not paged and any(part.value_norm is not None for part in stack.attentions),
+        "norms of values outside a decoder": not paged
+        and any(part.value_norm is not None for part in stack.attentions),
         "layers that read vectors which the stack does not make": widths != ({vectors.width} if vectors else set()),
         "vectors of layers beside parallel sublayers": bool(widths) and not sequential,
         "factors of layers beside parallel sublayers": any(block.factor for block in stack.blocks) and not sequential,
@@ -202,7 +203,8 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         "vectors beside tokens in layers of another kind": attention.stream is not None
         and not (isinstance(block.placement, spec.Pre) and isinstance(ffn, spec.Dense)),
         "cross-attention between these norms": block.cross is not None
-        and not isinstance(block.placement, spec.Pre | spec.Post),
+        and not isinstance(block.placement, spec.Pre | spec.Post)
+        and getattr(block.placement, "before_cross", None) is None,
     }
     return [name for name, present in found.items() if present]
 

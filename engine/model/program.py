@@ -547,16 +547,20 @@ class Builder:
     def _normed_experts(self, module: NormedExperts, x: Rows, name: str) -> Rows:
         read, judged = (self.rows(f"{kind} of stream", x.width) for kind in ("norm", "judged"))
         first, second = self.rows(name, x.width), self.rows("normed experts", x.width)
-        assert module.before is not None and module.judged is not None
-        assert module.first is not None and module.second is not None
+        norms = (module.before, module.judged, module.first, module.second)
+        before, of_router, after_first, after_second = norms
+        assert before is not None
+        assert of_router is not None
+        assert after_first is not None
+        assert after_second is not None
         fed = self._feed_forward(module.always, x, "network beside experts")
-        self.add(Normalize(module.first, fed, first))
-        self.add(Normalize(module.before, self.stream, read))
-        self.add(Normalize(module.judged, self.stream, judged))
+        self.add(Normalize(after_first, fed, first))
+        self.add(Normalize(before, self.stream, read))
+        self.add(Normalize(of_router, self.stream, judged))
         mixed = self.rows("experts", x.width)
         self.add(MixExperts(module.routed, read, mixed, judged))
         self.add(AllReduce(mixed))
-        self.add(Normalize(module.second, mixed, second))
+        self.add(Normalize(after_second, mixed, second))
         self.add(Add(first, second, first))
         return first
 

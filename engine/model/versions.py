@@ -59,14 +59,16 @@ class LayerVersions(nn.Module):
         self.router = place.parameter(part.count, hidden_size)
         self.predictions = exact.parameter(part.count * part.count, part.count)
         self.corrections = exact.parameter(part.count, part.count)
-        self.scale = place.parameter(hidden_size) if part.scaled else None
+        self.scale = place.parameter(hidden_size)
 
     def predict(self, versions: Tensor) -> Tensor:
         """[Tp, count * hidden] of the same: each version plus a sum of all."""
         apart = versions.view(len(versions), self.part.count, self.hidden_size)
         odds = self._odds(apart[:, self.part.active].contiguous())
         factors = _product(odds, self.predictions).view(len(odds), self.part.count, self.part.count)
-        summed = sum((factors[:, :, p, None] * apart[:, p, None].float() for p in range(self.part.count)), apart.float())
+        summed = sum(
+            (factors[:, :, p, None] * apart[:, p, None].float() for p in range(self.part.count)), apart.float()
+        )
         return summed.to(versions.dtype).view_as(versions)  # type: ignore[union-attr, no-any-return]
 
     def correct(self, predicted: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,7 @@ class LayerVersions(nn.Module):
         factors = _product(self._odds(made), self.corrections) + 1.0
         versions = (apart.float() + factors[:, :, None] * news[:, None]).to(predicted.dtype)
         active = versions[:, self.part.active]
-        read = active if self.scale is None else active * self.scale
+        read = active * self.scale if self.part.scaled else active
         return versions.view_as(predicted), read
 
     def add(self, versions: Tensor, x: Tensor) -> Tensor:

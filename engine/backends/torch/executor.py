@@ -40,6 +40,16 @@ from engine.model.global_stream import feed
 from engine.model.global_tokens import find_global
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
+from engine.model.layer_operations import (
+    ActivateSparsely,
+    AddToVersions,
+    CorrectVersions,
+    EmbedLayers,
+    ExpandVersions,
+    MergeVersions,
+    MultiplyAll,
+    PredictVersions,
+)
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.operations import (
     Activate,
@@ -63,19 +73,9 @@ from engine.model.operations import (
     TransformFourier,
     WeighTaps,
 )
-from engine.model.layer_operations import (
-    ActivateSparsely,
-    AddToVersions,
-    CorrectVersions,
-    EmbedLayers,
-    ExpandVersions,
-    MergeVersions,
-    MultiplyAll,
-    PredictVersions,
-)
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
-from engine.model.reading import ReadingAttention
 from engine.model.program import Operation, Program, last_uses
+from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
@@ -89,7 +89,9 @@ class Values(Protocol):
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
 
 
-Biases = dict[AttentionPosition | SelfAttention | CrossAttention | LatentAttention | ReadingAttention | None, Bias | None]
+Biases = dict[
+    AttentionPosition | SelfAttention | CrossAttention | LatentAttention | ReadingAttention | None, Bias | None
+]
 
 
 class Pass:
@@ -345,9 +347,7 @@ def _correct_versions(operation: CorrectVersions, state: Pass) -> None:
 
 
 def _add_to_versions(operation: AddToVersions, state: Pass) -> None:
-    state.values[operation.versions] = operation.module.add(
-        state.values[operation.versions], state.values[operation.x]
-    )
+    state.values[operation.versions] = operation.module.add(state.values[operation.versions], state.values[operation.x])
 
 
 def _merge_versions(operation: MergeVersions, state: Pass) -> None:

@@ -181,6 +181,7 @@ _REASONS = {
     "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
     "MiMoV2Flash": "values have another size than keys",
+    "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
 }
 

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 and their kin: attention over latents, many small experts beside those for every token; some layers
-have none (arXiv:2405.04434, arXiv:2412.19437)."""
+"""DeepSeek V2 and V3 and their kin: attention over latents, many small experts beside those for every token; some
+layers have none (arXiv:2405.04434, arXiv:2412.19437)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.model.families.common import (
     gated_network,
     groups_of,
     linear,
-    network_counts,
     lm,
+    network_counts,
     norm,
     rotary,
     routed,

@@ -8,10 +8,13 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
+from engine.configs.published import PublishedConfig, published
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import (
+    PROJECTIONS,
     activation,
     attention,
+    experts,
     fused_experts,
     gated,
     layer_window,
@@ -41,7 +44,7 @@ from engine.model.spec import (
     SparselyGated,
     Versions,
 )
-from engine.model.table import Affine, Entry, Family, WeightTable
+from engine.model.table import Affine, Entry, Family, Same, Stacked, WeightTable
 
 SANDWICH = (
     "input_layernorm",
@@ -84,7 +87,10 @@ def _read_layers(c: Any) -> list[int | None]:
 def _of_layer(c: Any, layer: int) -> dict[str, int]:
     """What layers may have of their own: the sizes of heads, and the number of KV heads."""
     own = (getattr(c, "layer_overrides", None) or {}).get(str(layer), {})
-    return {"head_dim": own.get("head_dim", c.head_dim), "kv_heads": own.get("num_key_value_heads", c.num_key_value_heads)}
+    return {
+        "head_dim": own.get("head_dim", c.head_dim),
+        "kv_heads": own.get("num_key_value_heads", c.num_key_value_heads),
+    }
 
 
 def _attentions(c: Any) -> list[Attention]:
@@ -201,9 +207,7 @@ def _fourth(c: Any, model: ModelSpec) -> ModelSpec:
     width = c.hidden_size_per_layer_input
     given = LayerInput(width, activation(c.hidden_activation), _norm(c)) if width else None
     blocks = tuple(replace(block, input=given, factor=True) for block in stack.blocks)
-    return replace(
-        model, decoder=replace(stack, blocks=blocks, layer_vectors=_layer_vectors(c) if width else None)
-    )
+    return replace(model, decoder=replace(stack, blocks=blocks, layer_vectors=_layer_vectors(c) if width else None))
 
 
 # ---------------------------------------------------------------- weights
@@ -243,9 +247,13 @@ def _network_weights(hidden_size: int) -> Callable[[str, str, FeedForward], list
             "second": "post_feedforward_layernorm_2",
         }
         stored, router = f"{source}.experts", f"{source}.router"
+        each = range(part.routed.count)
+        fused = tuple(f"{stored}.{i}.gate_up_proj.weight" for i in each)
         return [
             *gated(f"{target}.always", f"{source}.mlp", part.always),
             *fused_experts(f"{target}.routed", stored, f"{router}.proj"),
+            Entry(f"{target}.routed.up.weight", fused, Stacked(Same(), part.routed.count), shard_axis=1),
+            *experts(f"{target}.routed", stored, part.routed, PROJECTIONS, f"{router}.proj"),
             Entry(f"{target}.routed.factors", (f"{router}.per_expert_scale",)),
             Entry(f"{target}.judged.weight", (f"{router}.scale",), Affine(hidden_size**-0.5)),
             *(e for ours, theirs in norms.items() for e in norm(f"{target}.{ours}", f"{source}.{theirs}", bias=False)),
@@ -264,8 +272,6 @@ def _weights(model: ModelSpec) -> WeightTable:
         for i, block in enumerate(stack.blocks)
         if block.attention.reads is not None
     )
-    if stack.versions is not None and not stack.versions.scaled:
-        unread = (*unread, r"layers\.\d+\.altup\.correct_output_scale")
     table = decoder_table(model, replace(names, unread=(*names.unread, *unread)))
     entries = list(table.entries)
     if stack.layer_vectors is not None:
@@ -296,8 +302,7 @@ def _weights(model: ModelSpec) -> WeightTable:
             entries.append(Entry(f"{target}.versions.router", (f"{own}.modality_router.weight",)))
             entries.append(Entry(f"{target}.versions.predictions", (f"{own}.prediction_coefs.weight",)))
             entries.append(Entry(f"{target}.versions.corrections", (f"{own}.correction_coefs.weight",)))
-            if stack.versions.scaled:
-                entries.append(Entry(f"{target}.versions.scale", (f"{own}.correct_output_scale",)))
+            entries.append(Entry(f"{target}.versions.scale", (f"{own}.correct_output_scale",)))
     return replace(table, entries=tuple(entries))
 
 
@@ -321,7 +326,13 @@ def _family(
         refuse=_refuse,
         weights=_weights,
     )
-    return replace(base, spec=lambda c: whole(c, base.spec(c)))
+
+    def spec(config: Any) -> ModelSpec:
+        # transformers' own class refuses to tell what layers may have of their own.
+        plain = config if isinstance(config, PublishedConfig) else published(config)
+        return whole(plain, base.spec(plain))
+
+    return replace(base, spec=spec)
 
 
 FAMILIES = (

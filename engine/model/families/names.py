@@ -232,7 +232,7 @@ def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
             return [("attention.after", first), ("ffn.after", second)]
         case NormedResidual(first, second):
             return [("attention.first", first), ("ffn.first", second)]
-        case Sandwich(first, second, third, fourth):
+        case Sandwich(first, second, third, fourth, _, _):
             places = ("attention.before", "attention.after", "ffn.before", "ffn.after")
             return [*zip(places, (first, second, third, fourth), strict=True)]
         case Parallel(norms):

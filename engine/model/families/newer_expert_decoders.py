@@ -1,4 +1,4 @@
-"""Decoders with experts from 2025 on: most are routed by corrected sigmoid scores, and have a network for every token."""
+"""Decoders with experts from 2025 on. Most route by corrected sigmoid scores and have a network for every token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from engine.model.families.common import (
     rotary,
     routed,
     tokens,
-    windowed,
 )
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames, ExpertNames

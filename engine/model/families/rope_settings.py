@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from engine.errors import UnsupportedModelError
-from engine.model.positions import BandScaling, DynamicScaling, LinearScaling, LongScaling, Scaling, ShareScaling, YarnScaling
+from engine.model.positions import (
+    BandScaling,
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    Scaling,
+    ShareScaling,
+    YarnScaling,
+)
 
 
 def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
@@ -76,7 +84,8 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
             share = settings.get("partial_rotary_factor", 1.0)
             if not _is_number(share) or not 0 < share <= 1:
                 raise UnsupportedModelError(
-                    f"partial_rotary_factor must be a number above 0 and at most 1 for rope_type proportional: {share!r}."
+                    "partial_rotary_factor must be a number above 0 and at most 1 for rope_type proportional, got "
+                    f"{share!r}."
                 )
             return ShareScaling(int(share * dim // 2), _number(settings, "factor", 1.0))
         case "dynamic":

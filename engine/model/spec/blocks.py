@@ -52,6 +52,8 @@ class Sandwich:
     after_attention: Norm
     before_ffn: Norm
     after_ffn: Norm
+    before_cross: Norm | None = None
+    after_cross: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ class Likeliest:
 
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """The experts of the largest probabilities (softmax), which are their weights; each expert's weight is multiplied by
-    a learned number at last (Gemma 4)."""
+    """The experts of the largest probabilities (softmax), which are their weights, made to sum to 1; each expert's
+    weight is multiplied by a learned number at last (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class NormedSum:
-    """first(always(x)) + second(routed(before(stream))), where the router reads judged(stream): experts beside a network,
-    each with norms of its own (Gemma 4). x is the normed stream.
+    """first(always(x)) + second(routed(before(stream))), where the router reads judged(stream) and x is the normed
+    stream: experts beside a network, each with norms of its own (Gemma 4).
 
     Attributes:
         norm: of all four; the router's has no other weights than these.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from engine.interface.token_sides import SIDES
 from engine.model.normalisation import Norm
-from engine.model.normalisation import Norm
 from engine.model.positions import DistanceVectors, RelativeBuckets
 from engine.model.spec.attention import Attention
 from engine.model.spec.blocks import Block

@@ -27,6 +27,8 @@ SHAPES = {
     "gemma3n": FamilyShape(
         "Gemma3nForCausalLM",
         BASE | {"laurel_rank": 5, "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0]},
+        eos_gain=2.2,
+        prompts=(11, 14, 10, 0),
     ),
     "gemma3n-unscaled-biases-other-active": FamilyShape(
         "Gemma3nForCausalLM",
@@ -44,9 +46,12 @@ SHAPES = {
             "tie_word_embeddings": False,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
+        prompts=(0, 1, 4, 2),
     ),
     "gemma4": FamilyShape(
-        "Gemma4ForCausalLM", BASE | {"global_head_dim": 16, "use_double_wide_mlp": True, "rope_parameters": BASES}
+        "Gemma4ForCausalLM",
+        BASE | {"global_head_dim": 16, "use_double_wide_mlp": True, "rope_parameters": BASES},
+        prompts=(7, 32, 6, 0),
     ),
     "gemma4-experts-keys-as-values": FamilyShape(
         "Gemma4ForCausalLM",
@@ -66,5 +71,7 @@ SHAPES = {
             "final_logit_softcapping": 8.0,
             "use_bidirectional_attention": "vision",
         },
+        eos_gain=3.2,
+        prompts=(1, 3, 0, 2),
     ),
 }
