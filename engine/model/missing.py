@@ -148,8 +148,8 @@ def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
 
 def _is_bucketed(part: spec.Attention) -> bool:
     """Whether attention has buckets of queries, and nothing beside its heads that their module does not know."""
-    beside = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
-    beside = (*beside, part.gate)
+    parts = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    beside = (*parts, part.gate)
     return part.query_bias and beside == (None,) * len(beside)
 
 

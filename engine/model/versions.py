@@ -69,7 +69,7 @@ class LayerVersions(nn.Module):
         summed = sum(
             (factors[:, :, p, None] * apart[:, p, None].float() for p in range(self.part.count)), apart.float()
         )
-        return summed.to(versions.dtype).view_as(versions)  # type: ignore[union-attr, no-any-return]
+        return summed.to(versions.dtype).view_as(versions)
 
     def correct(self, predicted: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         """(versions [Tp, count * hidden], what is read of them beside [Tp, hidden]), given what the layer has made of

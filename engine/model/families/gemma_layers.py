@@ -162,13 +162,11 @@ def _third(c: Any, model: ModelSpec) -> ModelSpec:
         raise UnsupportedModelError(
             f"altup_active_idx of the config must be from 0 to altup_num_inputs {count} less 1, got {active}."
         )
-    extra = {
-        "input": LayerInput(c.hidden_size_per_layer_input, activation(c.hidden_activation), own),
-        "low_rank": LowRank(c.laurel_rank, own),
-    }
+    given = LayerInput(c.hidden_size_per_layer_input, activation(c.hidden_activation), own)
+    path = LowRank(c.laurel_rank, own)
     made = replace(
         stack,
-        blocks=tuple(replace(block, **extra) for block in stack.blocks),
+        blocks=tuple(replace(block, input=given, low_rank=path) for block in stack.blocks),
         layer_vectors=_layer_vectors(c),
         versions=Versions(count=count, active=active, norm=own, scaled=c.altup_correct_scale),
     )

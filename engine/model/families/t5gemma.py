@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, attention, cross, head, layer_window, norm, rotary
 from engine.model.families.names import StackNames, stack_weights
@@ -50,7 +51,7 @@ def _stack(config: Any, *, crosses: bool) -> Stack:
                 config,
                 position=rotary(config),
                 causal=crosses,
-                window=layer_window(config, kind, causal=crosses),
+                window=_window(config, kind, causal=crosses),
                 **parts,
             ),
             cross=attention(config, causal=False, **parts) if crosses else None,
@@ -64,6 +65,12 @@ def _stack(config: Any, *, crosses: bool) -> Stack:
         blocks=blocks,
         final_norm=own,
     )
+
+
+def _window(config: Any, kind: str, *, causal: bool) -> Window | None:
+    """The window of a layer; in the encoder the token sees as many to both sides, itself not counted."""
+    window = layer_window(config, kind)
+    return window if causal or window is None else Window(window.left + 1, window.left + 1)
 
 
 def _weights(model: ModelSpec) -> WeightTable:
