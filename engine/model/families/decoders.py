@@ -89,7 +89,7 @@ def _ernie(c: Any) -> Attention:
     return attention(c, position=position, qkv_bias=qkv_bias, out_bias=out_bias)
 
 
-def _exaone4(c: Any) -> list[Attention]:
+def exaone4(c: Any) -> list[Attention]:
     """The layers with a window have rotary positions. If there are such layers, the others have none."""
     return [
         attention(
@@ -332,7 +332,7 @@ FAMILIES = (
         "EXAONE 4",
         pairs("Exaone4"),
         "norms after the sublayers, QK norms per head, layers without positions",
-        attention=_exaone4,
+        attention=exaone4,
         placement=lambda c, norm: AfterSublayer(norm, norm),
         names=DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
     ),

@@ -20,9 +20,9 @@ from engine.model.families.common import (
     tokens,
 )
 from engine.model.families.decoder import decoder, pairs
+from engine.model.families.decoders import exaone4
 from engine.model.families.names import DecoderNames, ExpertNames
 from engine.model.normalisation import Norm
-from engine.model.positions import Rotary
 from engine.model.spec import (
     Attention,
     Corrected,
@@ -65,19 +65,6 @@ def _shared(c: Any, width: int, routing: Routing, *, always: int | None = None, 
 # ---------------------------------------------------------------- EXAONE MoE
 
 
-def _exaone(c: Any) -> list[Attention]:
-    """As in EXAONE 4: if there are layers with a window, the others have no positions."""
-    return [
-        attention(
-            c,
-            position=rotary(c) if window or c.sliding_window is None else None,
-            window=window,
-            qk_norm=PerHead(rms(c)),
-        )
-        for window in layer_windows(c)
-    ]
-
-
 def _exaone_networks(c: Any) -> list[FeedForward]:
     width = c.moe_intermediate_size
     experts = _shared(
@@ -97,7 +84,7 @@ def _hunyuan3(c: Any) -> list[FeedForward]:
     width = c.moe_intermediate_size
     routing = Corrected(least=1e-20, scale=c.router_scaling_factor)
     experts = _shared(c, width, routing, always=width * c.num_shared_experts)
-    return by_layer(c, gated_network(c, bias=c.mlp_bias), experts)
+    return by_layer(c, gated_network(c), experts)
 
 
 def _hunyuan3_refusals(c: Any) -> None:
@@ -141,7 +128,7 @@ def _laguna(c: Any) -> list[Attention]:
         attention(
             c,
             heads=heads,
-            position=_by_type(c, kind),
+            position=rotary(c, layer_type=kind, partial=True),
             window=window,
             qk_norm=PerHead(rms(c)),
             gate=gate,
@@ -149,10 +136,6 @@ def _laguna(c: Any) -> list[Attention]:
         )
         for heads, kind, window in zip(c.num_attention_heads_per_layer, c.layer_types, layer_windows(c), strict=True)
     ]
-
-
-def _by_type(c: Any, kind: str) -> Rotary:
-    return rotary(c, layer_type=kind, partial=True)
 
 
 def _laguna_refusals(c: Any) -> None:
@@ -224,7 +207,7 @@ FAMILIES = (
         "EXAONE MoE",
         pairs("ExaoneMoe"),
         "EXAONE 4's attention with norms before sublayers, MoE routed by corrected sigmoid scores, in groups",
-        attention=_exaone,
+        attention=exaone4,
         ffn=_exaone_networks,
         names=DecoderNames(
             experts=ExpertNames(corrections=("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias")),
