@@ -183,9 +183,7 @@ def test_settings_that_contradict_it(engines: Callable[..., Engine], kept: dict[
     with pytest.raises(ConfigError, match=r"kv_disk_size is 100 bytes, but one page takes \d+. Raise --kv-disk-size."):
         engines(**kept | {"kv_disk_size": 100})
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"pages cannot be kept there: (Not a|File)"
-    ):
+    with pytest.raises(ConfigError, match=r"pages cannot be kept there: (Not a|File)"):
         engines(**kept | {"kv_disk": str(tmp_path / "file")})
 
 
