@@ -7,7 +7,7 @@ after that answer. Seconds count from the request to the first token:
     from_disk       with it, after the files of the pages have left the memory of the system
     from_memory     with it, while the system still holds them, as after an ordinary restart
 
-The three answers must have the same tokens and the same log-probabilities. `others` are prompts that the folder does not
+The three answers must have the same tokens and log-probabilities. `others` are prompts that the folder does not
 know, in turns of both services: they show the price for requests that do not use it.
 
     python benchmarks/restart.py build/sizes/1.5B/q4_k_m.gguf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from support.driving import BOTH_DEPTHS, Job, add, finish, run, run_alone
 from support.jobs import beams, greedy, prompt, sampled
+from test_metamorphic_window import windowed_spec
 
 from engine import Engine
 from engine.disk import tier as disk_tier
@@ -89,8 +91,6 @@ def test_other_requests_go_on(engines: Callable[..., Engine], kept: dict[str, An
 @contextmanager
 def held_reader() -> Iterator[Callable[[], None]]:
     """Let no reader begin until the function is called."""
-    import threading
-
     gate, read = threading.Event(), disk_tier.DiskTier.read_one
 
     def wait(self: disk_tier.DiskTier) -> None:
@@ -187,7 +187,22 @@ def test_settings_that_contradict_it(engines: Callable[..., Engine], kept: dict[
         engines(**kept | {"kv_disk": str(tmp_path / "file")})
 
 
-def test_windows() -> None:
+def test_a_window_needs_its_pages_alone(
+    engines: Callable[..., Engine], kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 22 full pages, a query of a model whose window has 18 tokens sees 5."""
+    monkeypatch.setattr("engine.execution.starting.build_spec", windowed_spec)
+    job = Job(prompt(30, 90), greedy(20))
+    (answer,) = run(engines(**SMALL), [job])
+    first = engines(**kept)
+    assert run(first, [job]) == [answer]
+    first.close()
+    second = engines(**kept)
+    assert run(second, [job]) == [answer]
+    assert (second.stats().disk_pages_read, second.stats().prompt_tokens_cached) == (5, 88)
+
+
+def test_the_pages_that_a_window_needs() -> None:
     """A beginning needs only the pages that its next query sees."""
     hashes = [bytes([number]) for number in range(10)]
     known = {hashes[number] for number in (0, 1, 4, 5, 6)}
@@ -195,3 +210,26 @@ def test_windows() -> None:
     assert longest(hashes, 3, known.__contains__) == (4, 7)
     assert longest(hashes, 4, known.__contains__) == (0, 2)
     assert longest(hashes[2:4], 3, known.__contains__) == (0, 0)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    engines: Callable[..., Engine], kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that has begun to wait is computed, and later ones do not wait at all."""
+    first = engines(**kept)
+    (answer,) = run(first, JOBS[:1])
+    first.close()
+    gate, read = threading.Event(), PageStore.read
+
+    def hang(*arguments: Any) -> bool:
+        assert gate.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(PageStore, "read", hang)
+    monkeypatch.setattr(disk_tier, "_HANGING", 0.0)
+    second = engines(**kept)
+    assert run(second, JOBS[:1]) == [answer]
+    assert second.reset_prefix_cache()
+    assert run(second, JOBS[:1]) == [answer]
+    assert second.stats().disk_pages_read == 0
+    gate.set()

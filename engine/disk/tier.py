@@ -38,6 +38,7 @@ _IDLE_SECONDS = 0.5  # between looks at whether the engine is idle
 _RETRY_SECONDS = 60.0  # without a write after the disk has failed
 _MOST_WAITING = 128 * 2**20  # bytes of evicted pages that wait to be written, and of read ones that wait for their turn
 _CHUNK = 8 * 2**20  # bytes that are read before they are handed on
+_HANGING = 5.0  # seconds that a page may take: after that requests are computed instead
 _PATIENCE = 0.02  # seconds that the engine waits for pages before it looks at new requests
 _TURN = 16 * 2**20  # bytes that are put in place between two steps of other requests
 
@@ -81,9 +82,9 @@ class _Restore:
     """A request that waits for pages.
 
     Attributes:
-        hashes: of the beginning that is to be found, in order.
-        places: those of them that are on the disk.
-        kept: how many of the others are in memory.
+        hashes, seen: of the beginning that is to be found, as for `BlockPool.match`.
+        places: those that are on the disk, of the pages that are needed.
+        kept: how many are in memory.
         placed: how many pages it has brought.
         over: no more pages of it are wanted.
     """
@@ -92,6 +93,7 @@ class _Restore:
     hashes: list[PageHash]
     places: list[int]
     kept: int
+    seen: int | None
     placed: int = 0
     over: bool = False
 
@@ -123,6 +125,8 @@ class DiskTier:
         self._pool: BlockPool = scheduler.pool
         self._most = max(_MOST_WAITING // content.size, 2)  # pages
         self._wanted: deque[_Restore] = deque()
+        self._waiting: deque[_Restore] = deque()  # those whose last chunk has not come
+        self._reading_since: float | None = None  # `time.monotonic()` seconds; of a page
         self._ready: deque[_Chunk] = deque()
         self._arrived = threading.Event()  # something is ready
         self._to_read = threading.Semaphore(0)
@@ -150,7 +154,7 @@ class DiskTier:
             hashes, seen: as for `BlockPool.match`.
         """
         store = self._store.known
-        if not store or not hashes:
+        if not store or not hashes or self._hangs:
             return False
         is_known = self._pool.is_known
         start, end = longest(hashes, seen, lambda page_hash: page_hash in store or is_known(page_hash))
@@ -159,7 +163,9 @@ class DiskTier:
             return False
         # The pages that it needs beside those are not to be evicted for them.
         self._pool.free(self._pool.adopt(self._pool.match(hashes[: places[0]], seen)))
-        self._wanted.append(_Restore(group, list(hashes[:end]), places, end - start - len(places)))
+        restore = _Restore(group, list(hashes[:end]), places, end - start - len(places), seen)
+        self._waiting.append(restore)
+        self._wanted.append(restore)
         self._to_read.release()
         return True
 
@@ -168,8 +174,12 @@ class DiskTier:
         alone, room = self._scheduler.only_restores, _TURN
         if alone:
             self._arrived.wait(_PATIENCE)
-        elif not self._ready:
+        elif not self._waiting:
             return
+        if self._hangs:
+            for restore in self._waiting:
+                restore.over = True
+                self._scheduler.restored(restore.group)
         while self._ready and (alone or room > 0):
             chunk = self._ready.popleft()
             room -= len(chunk.places) * self._content.size
@@ -177,11 +187,18 @@ class DiskTier:
                 self._place(chunk)
                 self._room.release(len(chunk.content))
             if chunk.last:
+                self._waiting.popleft()  # they end in the order in which they began
                 self._finish(chunk.restore)
         if not self._ready:
             self._arrived.clear()
             if self._ready:
                 self._arrived.set()
+
+    @property
+    def _hangs(self) -> bool:
+        """The disk does not answer."""
+        since = self._reading_since
+        return since is not None and time.monotonic() - since > _HANGING
 
     def count(self, stats: EngineStats) -> None:
         """Put the counters into an engine's statistics."""
@@ -225,7 +242,7 @@ class DiskTier:
         if restore.placed:
             self.counts.hits += 1
             # The last pages are evicted first.
-            self._pool.free(self._pool.adopt(self._pool.match(restore.hashes)))
+            self._pool.free(self._pool.adopt(self._pool.match(restore.hashes, restore.seen)))
         self._scheduler.restored(restore.group)
 
     # ---------------------------------------------------------------- the reader's thread
@@ -258,11 +275,14 @@ class DiskTier:
         for row, place in enumerate(places):
             if restore.over or restore.group.status is not Status.RESTORING or self._closed:
                 return row
+            self._reading_since = time.monotonic()
             try:
                 whole = self._store.read(restore.hashes[place], content[row])
             except OSError as error:
                 self._report("read", error)
                 return row
+            finally:
+                self._reading_since = None
             if not whole:
                 self.counts.errors += self._store.damaged - damaged
                 return row
