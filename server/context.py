@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -93,7 +94,7 @@ class Models(Protocol):
         never, if its memory is not needed."""
 
     def able(self, endpoint: str) -> list[str]:
-        """The names of the models that are known to serve an endpoint, loaded ones first."""
+        """The names of the loaded models that serve an endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class Service:
         created: Unix seconds, shown as the model's time of creation.
         version: of the service.
         aliases: other names of the model.
+        using: a context in which the model stays loaded, for work that outlives its request.
         models: of a service with several; None if there is one.
     """
 
@@ -150,6 +152,7 @@ class Service:
     created: int = 0
     version: str = "0"
     aliases: frozenset[str] = frozenset()
+    using: Callable[[], AbstractContextManager[object]] = nullcontext
     models: Models | None = None
 
     @property
@@ -266,4 +269,13 @@ async def get_service(request: Request) -> Service:
     return service if service.models is None else await service.models.serve(request)
 
 
+async def get_house(request: Request) -> Service:
+    """The app's service for requests that no model works for: of a service with several models, it has an engine of
+    none (`server.models.engines`)."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
 ServiceDep = Annotated[Service, Depends(get_service)]
+HouseDep = Annotated[Service, Depends(get_house)]
