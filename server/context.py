@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -59,6 +59,9 @@ class Followed(Protocol):
 class Models(Protocol):
     """The models of a service with several; see `server.models`. `server.models.one.models_of` gives a service's."""
 
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """A context in which models are loaded and unloaded."""
+
     def statuses(self) -> list[ModelStatus]:
         """All of them, the default one first."""
 
@@ -92,6 +95,9 @@ class Models(Protocol):
     def keep(self, name: str, seconds: float | None) -> None:
         """Unload a loaded model when no request has used it for so many seconds, until it is loaded again; None:
         never, if its memory is not needed."""
+
+    def service_of(self, name: str) -> Service | None:
+        """The service of a loaded model; None if it is not loaded, or there is none of this name."""
 
     def able(self, endpoint: str) -> list[str]:
         """The names of the loaded models that serve an endpoint."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager, nullcontext
+
 from fastapi import Request
 
 from server.answering.endpoints import served_endpoints
@@ -24,6 +26,10 @@ class OneModel:
 
     def __init__(self, service: Service):
         self._service = service
+
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """There is nothing to do."""
+        return nullcontext()
 
     def statuses(self) -> list[ModelStatus]:
         """The model."""
@@ -74,6 +80,10 @@ class OneModel:
 
     def keep(self, name: str, seconds: float | None) -> None:
         """It stays anyway."""
+
+    def service_of(self, name: str) -> Service | None:
+        """The service, if the name is the model's."""
+        return None if self.find(name) is None else self._service
 
     def able(self, endpoint: str) -> list[str]:
         """No other model."""

@@ -15,7 +15,7 @@ class ModelStatus:
     Attributes:
         name: its id to clients.
         state: "failed" after a load that failed, or an engine that was given up; the next load may succeed.
-        reason: the cause, if it has failed; else "".
+        reason: the cause, if it has failed, or cannot be loaded; else "".
         aliases: other names that select it.
         source: the folder, GGUF file or hub id.
         pinned: it is loaded at the start and never unloaded to save memory.

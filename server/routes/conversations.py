@@ -23,7 +23,7 @@ from server.api.response_schemas import (
     NewItems,
 )
 from server.api.schemas import MAX_MESSAGES
-from server.context import Service, HouseDep
+from server.context import HouseDep, Service
 from server.conversation_store import Conversation, Conversations, TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
