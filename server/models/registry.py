@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import time
@@ -356,7 +357,8 @@ class Registry:
 
     def _bring(self, served: Served) -> asyncio.Task[None]:
         if served.bringing is None:
-            served.bringing = asyncio.create_task(self._load(served))
+            # In an empty context: the id of the request that is first to wait is not in the log lines of the load.
+            served.bringing = asyncio.create_task(self._load(served), context=contextvars.Context())
         return served.bringing
 
     async def _load(self, served: Served) -> None:

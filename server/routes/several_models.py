@@ -15,7 +15,8 @@ from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.models.status import ModelStatus
 from server.routes.models import Version, card_of, message_model, whole
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = APIRouter()
+_loading = APIRouter(route_class=StrictJsonRoute)
 
 _EXAMPLE = {"chat": {"value": {"model": "chat"}}}
 _Card = LoadedCard | UnloadedCard
@@ -106,7 +107,7 @@ async def get_model(model_id: str, request: Request, house: HouseDep, version: V
     return next((card for card in cards if card.id == model_id), cards[0])
 
 
-@router.post(
+@_loading.post(
     "/v1/models/load",
     response_model=_Card,
     responses=ERROR_RESPONSES,
@@ -118,7 +119,7 @@ async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EX
     return _cards(house, await _models(house).load(body.model))[0]
 
 
-@router.post(
+@_loading.post(
     "/v1/models/unload",
     response_model=_Card,
     responses=ERROR_RESPONSES,
@@ -128,3 +129,6 @@ async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EX
 async def unload_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Unload a model that no request uses. The next request to it loads it again."""
     return _cards(house, await _models(house).unload(body.model))[0]
+
+
+router.include_router(_loading)
