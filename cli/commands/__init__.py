@@ -46,10 +46,19 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "serving", "serve a model over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
+        "serving", "serve one or several models over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
     ),
     "run": Command(
         "serving", "serve a model and chat with it in the same terminal", f"{__name__}.run"
+    ),
+    "ps": Command(
+        "serving", "list the models of a running service and their states", f"{__name__}.ps"
+    ),
+    "load": Command(
+        "serving", "load a model of a running service with several", f"{__name__}.load"
+    ),
+    "unload": Command(
+        "serving", "unload a model of a running service with several", f"{__name__}.unload"
     ),
     "chat": Command("talking", "chat with a model in the terminal", f"{__name__}.chat"),
     "complete": Command(

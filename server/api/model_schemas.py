@@ -41,8 +41,7 @@ class UnloadedCard(ModelState):
     root: str
     max_model_len: int | None = None
     tasks: list[str] = Field(description="What the model can do, if that is known.")
-    endpoints: list[str] = Field(description="Endpoints that it supports; empty before its first load.")
-    inputs: list[str] = Field(description="Kinds of input; empty before it is loaded.")
+    endpoints: list[str] | None = Field(None, description="Endpoints that it supports, if it was loaded before.")
 
 
 class LoadedCard(ModelCard, ModelState):

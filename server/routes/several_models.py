@@ -58,8 +58,7 @@ def _cards(house: Service, status: ModelStatus) -> list[_Card]:
             root=status.name,
             max_model_len=status.max_model_len,
             tasks=list(status.tasks),
-            endpoints=list(status.endpoints),
-            inputs=[],
+            endpoints=list(status.endpoints) or None,
             **_state(status),
         )
         return [unloaded]
