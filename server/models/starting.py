@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fastapi import FastAPI
+
 from engine.host.logs import LogFormat
 from server.app import create_app
 from server.commons import own_commons
@@ -36,7 +38,26 @@ def prepare(
     reload = KeyReload(settings, api_keys)
     reload.listen()  # before the file is read, so that no change of it is missed
     api_keys.replace(read_api_keys(settings))
-    registry, drain = Registry(models, settings, log_format), Drain()
+    drain = Drain()
+    app, registry = make_app(models, settings, version, log_format, drain, api_keys)
+    names = ", ".join(model.name for model in models)
+    return LoneServer(app, registry.engines, drain, listener, names, reload, settings)
+
+
+def make_app(
+    models: Sequence[Declared],
+    settings: ServerSettings,
+    version: str,
+    log_format: LogFormat,
+    drain: Drain,
+    api_keys: KeyRing,
+) -> tuple[FastAPI, Registry]:
+    """The app, and the models behind it, none of which is loaded.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    registry = Registry(models, settings, log_format)
     commons = own_commons(registry.engines, settings, models[0].name, version)
     assert isinstance(commons.metrics, Metrics)
     shown = ModelMetrics(commons.metrics.registry, registry.served).registry()
@@ -59,5 +80,4 @@ def prepare(
         several=registry,
     )
     registry.attach(app.state.service)
-    names = ", ".join(model.name for model in models)
-    return LoneServer(app, registry.engines, drain, listener, names, reload, settings)
+    return app, registry
