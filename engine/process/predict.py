@@ -86,7 +86,12 @@ def _read(values: dict[str, Any]) -> Prediction:
     return Prediction(**values | {"tasks": tuple(values["tasks"])})
 
 
-def _look(config: EngineConfig, *, download: bool) -> Prediction:
+def look(config: EngineConfig, *, download: bool = False) -> Prediction:
+    """The prediction for one model, in this process, which imports torch.
+
+    Args:
+        download: a model on the hub is downloaded first.
+    """
     from engine.inspection import inspect_model  # brings torch
     from engine.model.checkpoint import locate
 
@@ -116,7 +121,7 @@ def main() -> None:
     for line in sys.stdin:
         download, values = json.loads(line)
         config = EngineConfig(**values | {name: tuple(values[name]) for name in _TUPLES})
-        answers.write(json.dumps(dataclasses.asdict(_look(config, download=download))) + "\n")
+        answers.write(json.dumps(dataclasses.asdict(look(config, download=download))) + "\n")
         answers.flush()
 
 
