@@ -46,7 +46,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "serving", "serve one or several models over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
+        "serving", "serve models over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
     ),
     "run": Command(
         "serving", "serve a model and chat with it in the same terminal", f"{__name__}.run"
