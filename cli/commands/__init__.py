@@ -51,6 +51,10 @@ COMMANDS: dict[str, Command] = {
     "run": Command(
         "serving", "serve a model and chat with it in the same terminal", f"{__name__}.run"
     ),
+    "chat": Command("talking", "chat with a model in the terminal", f"{__name__}.chat"),
+    "complete": Command(
+        "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
+    ),
     "ps": Command(
         "serving", "list the models of a running service and their states", f"{__name__}.ps"
     ),
@@ -59,10 +63,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "unload": Command(
         "serving", "unload a model of a running service with several", f"{__name__}.unload"
-    ),
-    "chat": Command("talking", "chat with a model in the terminal", f"{__name__}.chat"),
-    "complete": Command(
-        "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
     ),
     "bench": Command(
         "measuring",

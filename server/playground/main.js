@@ -101,7 +101,7 @@ async function connect() {
   try {
     const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
     const model = await chooseModel(models.data);
-    if (!model.endpoints) {
+    if (!model.inputs) {
       const why = model.reason ? `: ${model.reason}` : "; reload the page to try again";
       byId("model").replaceChildren(picker(models.data, model), ` is ${model.state}${why}`);
       return;

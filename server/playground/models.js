@@ -7,10 +7,10 @@ const CHOICE = "octavo-model";
 
 const named = (model) => (model.state === "loaded" ? model.id : `${model.id} (${model.state})`);
 
-// The chosen one of all models. One that was never loaded is loaded, because only then its endpoints are known.
+// The chosen one of all models. One that is not loaded is loaded, because only then all of it is known.
 export async function chooseModel(models) {
   const model = models.find((one) => one.id === sessionStorage.getItem(CHOICE)) ?? models[0];
-  if (model.endpoints) return model;
+  if (model.inputs) return model;
   byId("model").replaceChildren(picker(models, model), " is loading …");
   await ask("tokenize", { body: { model: model.id, prompt: "a" } }).catch(() => null); // the answer does not matter
   return askJson(`v1/models/${model.id}`);
@@ -19,7 +19,8 @@ export async function chooseModel(models) {
 // What stands for the model's name: the name, or a choice where there are several.
 export function picker(models, model) {
   if (model.state === undefined) return h("b", {}, model.id);
-  const options = models.map((one) => h("option", { value: one.id, selected: one.id === model.id }, named(one)));
+  const known = models.map((one) => (one.id === model.id ? model : one));
+  const options = known.map((one) => h("option", { value: one.id, selected: one === model }, named(one)));
   const choose = (event) => {
     sessionStorage.setItem(CHOICE, event.target.value);
     location.reload();
