@@ -60,6 +60,7 @@ class World:
 
     def __init__(self, registry: Registry, http: httpx.AsyncClient, app: Any):
         self.registry, self.http, self.app = registry, http, app
+        self.loop = asyncio.get_running_loop()
         self.loads: list[str] = []
         self.engines: dict[str, Engine] = {}
         self.broken: dict[str, Exception] = {}
@@ -140,7 +141,6 @@ async def world(
 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE) as http:
         found = World(registry, http, app)
-        found.loop = asyncio.get_running_loop()  # type: ignore[attr-defined]
         monkeypatch.setattr(registry_module, "load_model", found.load)
         monkeypatch.setattr(registry_module, "predict", foresee)
         monkeypatch.setattr(registry_module, "_LOOK", 0.005)
