@@ -93,7 +93,12 @@ async def show(
     )
 
 
-@bodies.post("/api/pull", response_model=OllamaStatus, responses=ERRORS, summary="Ollama's download of a model")
+@bodies.post(
+    "/api/pull",
+    response_model=OllamaStatus,
+    responses={200: {"content": examples.LINES}, **ERRORS},
+    summary="Ollama's download of a model",
+)
 async def pull(
     body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
 ) -> Response:
