@@ -48,6 +48,7 @@ WITHOUT_THE_MODEL = {
     "/v1/conversations/{conversation_id}",
     "/v1/conversations/{conversation_id}/items", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load",
     "/v1/models/unload",
+    "/api/show", "/api/pull", "/api/create", "/api/push", "/api/copy", "/api/blobs/{digest}",
 }  # fmt: skip
 
 
