@@ -520,6 +520,30 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(go())
 
 
+def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with world(monkeypatch, "a", "b") as found:
+
+            async def names(path: str) -> list[str]:
+                return [one["name"] for one in (await found.http.get(path)).json()["models"]]
+
+            assert (await found.http.get("/api/version")).status_code == 200
+            assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], [])
+            assert found.loads == []
+            body = {"model": "b", "prompt": "hi", "stream": False, "keep_alive": -1}
+            answer = await found.http.post("/api/generate", json=body)
+            assert answer.json()["response"] == "b"
+            assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], ["b:latest"])
+            shown = await found.http.post("/api/show", json={"name": "b:latest"})
+            assert shown.status_code == 200
+            assert found.loads == ["b"]
+            await found.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
+            await found.until(lambda: found.served("b").state == "unloaded")
+            assert await names("/api/ps") == []
+
+    run(go())
+
+
 def test_metrics_carry_the_name_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         async with world(monkeypatch, "a", "c") as found:
