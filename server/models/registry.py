@@ -131,7 +131,8 @@ class Registry:
         if served.state != "loaded":
             await self._wait(request, served, body, use)
         self._keep(served, getattr(body, "keep_alive", None))
-        assert served.running is not None
+        if served.running is None:  # given up a moment after it had loaded
+            raise _failed(served)
         return served.running.service
 
     def _keep(self, served: Served, seconds: object) -> None:
