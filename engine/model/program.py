@@ -70,6 +70,8 @@ from engine.model.operations import (
     WeighTaps,
 )
 from engine.model.query_buckets import BucketedAttention
+from engine.model.state_layers import GatedConvolution, StateModule
+from engine.model.state_operations import Convolve
 
 Operation = (
     Embed
@@ -103,6 +105,7 @@ Operation = (
     | Concatenate
     | Scale
     | Add
+    | Convolve
 )
 
 
@@ -163,8 +166,14 @@ def compile_stack(
         assert isinstance(embedding, TokenEmbedding)
         builder.ahead = builder.rows("stream ahead", hidden_size)
         builder.add(EmbedAhead(embedding, predicting, builder.ahead))
-    for layer, block in enumerate(blocks):
-        builder.block(block, layer)
+    pages = states = 0  # layers have either
+    for block in blocks:
+        if isinstance(block, SequentialBlock) and isinstance(block.attention.inner, StateModule):
+            builder.block(block, states)
+            states += 1
+        else:
+            builder.block(block, pages)
+            pages += 1
     result = builder.ahead or builder.normed(final_norm)
     if projection is not None:
         result = builder.product(projection, result, "projected")
@@ -346,6 +355,8 @@ class Builder:
                 out = self.rows(name, x.width)
                 self.add(TransformFourier(x, out))
                 return out
+            case GatedConvolution():
+                return self._gated_convolution(module, x, name, layer)
             case LatentAttention():
                 return self._latent_attention(module, x, name, layer)
             case CrossAttention():
@@ -455,6 +466,12 @@ class Builder:
         expanded = self.rows("expanded", module.out.inputs)
         self.add(ExpandLatent(module, attended, expanded))
         return self._reduced(module.out, expanded, name)
+
+    def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str, layer: int) -> Rows:
+        width = module.convolution.width
+        entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
+        self.add(Convolve(module.convolution, entered, out, layer))
+        return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

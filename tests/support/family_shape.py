@@ -185,7 +185,7 @@ def fill_randomly(model: Any, seed: int) -> None:
                 gain = 3.0 if is_router(module) or id(module) in routers else 1.2
                 parameter.copy_(noise * gain * inputs**-0.5)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
 
 

@@ -66,6 +66,7 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import PredictingStream, Repeated, Stack
+from engine.model.spec.states import ShortConvolution, StateLayer
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
@@ -74,6 +75,6 @@ __all__ = [
     "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "Likeliest", "Lm", "MaskedLm",
     "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "Opened", "Parallel", "Patches", "PerHead", "Placement",
     "Pool", "Post", "Pre", "PredictingStream", "Probe", "QkNorm", "Repeated", "ResidualNetwork", "Routing", "Sandwich",
-    "ScaledInput", "Shared", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "Spectrum", "Stack", "Tokens",
-    "WholeProjection", "Xielu",
+    "ScaledInput", "Shared", "ShortConvolution", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "Spectrum", "Stack",
+    "StateLayer", "Tokens", "WholeProjection", "Xielu",
 ]  # fmt: skip
