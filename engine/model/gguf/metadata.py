@@ -48,6 +48,18 @@ class Metadata:
             raise self._wrong(name, value, "a whole number")
         return value
 
+    def counts(self, name: str) -> list[int]:
+        """A whole number of each layer.
+
+        Raises:
+            ModelLoadError: there is none, or another kind of value.
+        """
+        value, layers = self._value(name, None), self.count("block_count")
+        values = value if isinstance(value, list) else [value] * min(layers, len(self.file.tensors))
+        if len(values) != layers or any(type(one) is not int or one < 0 for one in values):
+            raise self._wrong(name, value, "a whole number of each layer")
+        return values
+
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number.
 
