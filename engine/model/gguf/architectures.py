@@ -24,8 +24,8 @@ class Architecture:
 
     Attributes:
         config: of the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`, unless transformers' name has neither; of experts, or heads, that are stored together one for
-            each, with `{}` for its number.
+        layer: tensors of a layer, without `.weight` and `.bias`, unless transformers has neither in the name; of
+            experts, or heads, that are stored together one for each, with `{}` for its number.
         layers: what stands before a layer's number.
         outer: tensors beside the layers.
         arranged: of tensors, named as in `layer` or `outer`, that lie otherwise.
