@@ -48,18 +48,6 @@ class Metadata:
             raise self._wrong(name, value, "a whole number")
         return value
 
-    def counts(self, name: str) -> list[int]:
-        """A whole number of each layer.
-
-        Raises:
-            ModelLoadError: there is none, or another kind of value.
-        """
-        value, layers = self._value(name, None), self.count("block_count")
-        values = value if isinstance(value, list) else [value] * min(layers, len(self.file.tensors))
-        if len(values) != layers or any(type(one) is not int or one < 0 for one in values):
-            raise self._wrong(name, value, "a whole number of each layer")
-        return values
-
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number.
 
@@ -70,6 +58,18 @@ class Metadata:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self._wrong(name, value, "a number")
         return float(value)
+
+    def each(self, name: str, layers: int, default: float | None = None) -> list[float]:
+        """Numbers, one for each layer; one number stands for all.
+
+        Raises:
+            ModelLoadError: there is none, another kind of value, or another number of them.
+        """
+        value = self._value(name, default)
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) != layers or not all(isinstance(one, int | float) and not math.isnan(one) for one in found):
+            raise self._wrong(name, value, f"a number for each of {layers} layers")
+        return found
 
     def text(self, name: str, default: str | None = None) -> str:
         """A text.
