@@ -55,6 +55,9 @@ COMMANDS: dict[str, Command] = {
     "complete": Command(
         "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
     ),
+    "batch": Command(
+        "talking", "answer the requests of a JSON Lines file", f"{__name__}.batch"
+    ),
     "bench": Command(
         "measuring",
         "measure latency and throughput of the engine",
