@@ -29,7 +29,7 @@ from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, open_batches
 from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
-from server.context import Batches, Service
+from server.context import Batches, Models, Service
 from server.door.auth import AuthMiddleware
 from server.door.drain import Drain, DrainGate
 from server.door.full import Check, FullGate
@@ -44,6 +44,7 @@ from server.door.shedding import MemoryGate
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
+from server.models.using import UseGate
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     adapters,
@@ -71,6 +72,7 @@ from server.routes import (
     playground,
     responses,
     scoring,
+    several_models,
     text_embeddings,
     tokenize,
     translate,
@@ -120,6 +122,7 @@ def create_app(
     batch_store: BatchStore | None = None,
     commons: Commons | None = None,
     created: int | None = None,
+    several: Models | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -138,6 +141,8 @@ def create_app(
         commons: what this process has in common with others that answer HTTP beside it (default: there are none); the
             app's lifespan closes it.
         created: Unix seconds, shown as the model's time of creation (default: now).
+        several: the models of a service that has several; `client` is then `server.models.engines.AllEngines`, and
+            `commons` must be given.
 
     Raises:
         ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, answers
@@ -151,6 +156,7 @@ def create_app(
             watch_event_loop(metrics.event_loop_lag.observe),
             service.memory.watched(lambda: service.drain.num_running),
             response_store.opened() if response_store is not None else nullcontext(),
+            several.opened() if several is not None else nullcontext(),
             _running(service.batches),
         ):
             yield
@@ -189,17 +195,19 @@ def create_app(
                 keys=keys,
                 public_metrics=settings.public_metrics,
                 also_open=playground.open_paths() if settings.enable_playground else (),
+                model=model_id if several is None else None,
             ),
             *traced,
             Middleware(KeyLimitsMiddleware, counts=common.keys, rejected=metrics.rejected),
             Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
-            Middleware(FullGate, checks=full_checks(common, response_store)),
+            Middleware(FullGate, checks={} if several else full_checks(common, response_store)),
             Middleware(
                 BodyLimitMiddleware,
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
-                needed=needed_bodies(client.info),
+                needed={} if several else needed_bodies(client.info),
             ),
             Middleware(door),
+            *([Middleware(UseGate)] if several else []),
         ],
     )
     app.gate = partial(HostGate, settings=settings, keys=bool(keys))
@@ -219,6 +227,7 @@ def create_app(
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,
+        models=several,
     )
     if batch_store is not None:
         runner = BatchRunner(app, service, batch_store, door, settings.batch_max_running)
@@ -244,7 +253,7 @@ def create_app(
         fill_mask,
         translate,
         audio,
-        models,
+        models if several is None else several_models,
         operations,
         live,
         tokenize,
@@ -270,7 +279,7 @@ def create_app(
     if settings.enable_lora_loading is not None:
         app.include_router(adapters.router)
     if settings.enable_playground:
-        app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
+        app.include_router(playground.make_router(feed=settings.enable_cache_map and several is None, key=bool(keys)))
     else:
         app.include_router(ollama_models.home)
     return app

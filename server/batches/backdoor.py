@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.door.auth import is_inference
+from server.door.keys import ApiKey
 from server.door.message_errors import MessageErrors
 from server.errors import to_api_error
 
@@ -43,8 +44,15 @@ class BackDoor:
 
         return counted
 
-    async def post(self, app: FastAPI, path: str, body: dict[str, Any], tenant: str | None) -> tuple[int, str, Any]:
-        """The status of a request, its id, and the answer's body."""
+    async def post(
+        self, app: FastAPI, path: str, body: dict[str, Any], tenant: str | None, models: list[str] | None
+    ) -> tuple[int, str, Any]:
+        """The status of a request, its id, and the answer's body.
+
+        Args:
+            tenant: on whose behalf.
+            models: the only ones that the tenant may use; None: all.
+        """
         if self._app is None:
             app.middleware_stack = app.middleware_stack or app.build_middleware_stack()
         assert self._app is not None
@@ -57,6 +65,8 @@ class BackDoor:
             "client": None, "server": ("batch", 80), "app": app,
             "state": {"tenant": tenant, "arrival": time.monotonic()},
         }  # fmt: skip
+        if models is not None:
+            scope["state"]["api_key"] = ApiKey(b"", models=frozenset(models))
         status, parts, sent = 500, list[bytes](), False
 
         async def receive() -> Message:

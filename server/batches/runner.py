@@ -128,6 +128,9 @@ class BatchRunner:
         return self._store.update(row["id"], row["status"], **fields)
 
     def _unserved(self, model: Any) -> str | None:
+        models = self._service.models
+        if models is not None and isinstance(model, str) and models.find(model) is not None:
+            return None
         try:
             self._service.check_model(model)
         except ApiError as problem:
@@ -199,7 +202,9 @@ class BatchRunner:
         asked = read_line(line)
         body = {**asked["body"], "priority": MAX_PRIORITY}
         while True:
-            status, request_id, answer = await self._door.post(self._app, row["endpoint"], body, row["tenant"])
+            status, request_id, answer = await self._door.post(
+                self._app, row["endpoint"], body, row["tenant"], row.get("models")
+            )
             if status not in _RETRIED:
                 break
             await asyncio.sleep(_RETRY_INTERVAL)

@@ -17,7 +17,8 @@ from server.api.multipart import read_form
 from server.api.paging import After, Order
 from server.api.reading import StrictJsonRoute
 from server.batches.store import Row
-from server.context import Batches, ServiceDep
+from server.context import Batches, HouseDep
+from server.door.keys import ApiKey
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
 router = APIRouter()
@@ -49,7 +50,7 @@ _FORM: dict[str, Any] = {
 Id = Annotated[str, Path(max_length=256)]
 
 
-async def _batches(service: ServiceDep) -> Batches:
+async def _batches(service: HouseDep) -> Batches:
     """The server's files and batches.
 
     Raises:
@@ -68,7 +69,7 @@ BatchesDep = Annotated[Batches, Depends(_batches)]
 
 
 @router.post("/v1/files", responses=ERROR_RESPONSES, openapi_extra=_FORM, summary="Upload a file")
-async def create_file(request: Request, service: ServiceDep, batches: BatchesDep) -> FileObject:
+async def create_file(request: Request, service: HouseDep, batches: BatchesDep) -> FileObject:
     """Store a file with a request on each line, for /v1/batches."""
     content = await request.body()
     async with service.reading:
@@ -148,18 +149,20 @@ async def create_batch(
     body: Annotated[BatchRequest, Body(openapi_examples=examples.BATCH)],
     request: Request,
     response: Response,
-    service: ServiceDep,
+    service: HouseDep,
     batches: BatchesDep,
 ) -> BatchObject:
     """Answer the requests of a file while no client waits for the model. The answers come as a file."""
     response.headers.update(ignored_header(body.ignored_fields()))
     if body.endpoint not in BATCHED:
         fail("endpoint", f"endpoint must be one of {', '.join(BATCHED)}, got {shown(body.endpoint)}.")
-    require(service, body.endpoint)
+    if service.models is None:  # of several, each line has its own
+        require(service, body.endpoint)
     seconds = int(body.completion_window[:-1]) * _HOUR[body.completion_window[-1]]
     if not 0 < seconds <= _LONGEST:
         fail("completion_window", f"completion_window must be from 1h to 30d, got {shown(body.completion_window)}.")
     store, tenant = batches.store, tenant_of(request)
+    key: ApiKey | None = getattr(request.state, "api_key", None)
     file = await store.do(store.file, body.input_file_id, tenant)
     if file is None or file["purpose"] != "batch":
         fail("input_file_id", f"There is no file {shown(body.input_file_id)} with purpose batch.")
@@ -173,6 +176,7 @@ async def create_batch(
         "expires_at": now + seconds,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
+        "models": None if key is None or key.models is None else sorted(key.models),
     }
     made = await store.do(store.add_batch, tenant, fields, service.settings.batch_max_unfinished)
     batches.wake()
