@@ -57,34 +57,9 @@ def read_files(folder: str, file: str | None) -> FileFacts:
     return FileFacts(
         size=sum(stat.st_size for _, stat in stats),
         digest=hashlib.sha256(json.dumps(named).encode()).hexdigest(),
-        modified=timestamp(newest),
+        modified=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),
         parameters=sum(map(_count, found)) if plain and found else None,
         config=config,
-    )
-
-
-def timestamp(seconds: float) -> str:
-    """Unix seconds in RFC 3339."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def files_at(source: str) -> FileFacts:
-    """The facts of a folder or a GGUF file that is not loaded."""
-    path = Path(source)
-    return read_files(str(path.parent), source) if path.suffix == ".gguf" else read_files(source, None)
-
-
-def details_at(source: str, facts: FileFacts) -> OllamaDetails:
-    """The details of a model that is not loaded."""
-    path, family = Path(source), _family(facts)
-    packed = path.suffix == ".gguf"
-    return OllamaDetails(
-        parent_model="",
-        format="gguf" if packed else "safetensors",
-        family=family,
-        families=[family] if family else [],
-        parameter_size=_size_label(facts.parameters) or _found(_SIZE, path.stem),
-        quantization_level=_found(_ENCODING, path.stem) if packed else "",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -33,9 +32,8 @@ from server.api.ollama_schemas import (
 )
 from server.api.reading import UntypedJsonRoute
 from server.api.schemas import CompletionRequest, Usage
-from server.context import Models, Service, ServiceDep
+from server.context import Service, ServiceDep
 from server.errors import ApiError
-from server.models.one import OneModel, models_of
 from server.routes.completions import CompletionRun
 
 router = APIRouter(route_class=UntypedJsonRoute)
@@ -62,10 +60,8 @@ async def chat(
     model = find_model(service, body.model)
     require(service, "/v1/chat/completions")
     form = Form(body.model or service.model_id, chat=True)
-    models = models_of(request.app.state.service)
     if not body.messages:
-        return _loaded(body, form, models, service)
-    _keep(body, models, service)
+        return _loaded(body, form, service)
     ignored: Ignored = set()
     asked = read_chat(body, body.messages, model, service, ignored)
     with public_names(NAMES):
@@ -91,10 +87,8 @@ async def generate(
     require(service, "/v1/completions")
     check_generate(body)
     form = Form(body.model or service.model_id, chat=False)
-    models = models_of(request.app.state.service)
     if not body.prompt and not body.suffix:
-        return _loaded(body, form, models, service)
-    _keep(body, models, service)
+        return _loaded(body, form, service)
     ignored: Ignored = set()
     tokenizer, info = service.tokenizer, service.client.info
     templated = tokenizer is not None and tokenizer.chat_template is not None and info.max_encoder_len is None
@@ -111,20 +105,12 @@ async def generate(
     return await run.respond(request)
 
 
-def _loaded(body: OllamaAnswerBody, form: Form, models: Models, service: Service) -> Response:
-    """The answer to a request without a prompt, by which clients load and unload models. The model is loaded by now. It
-    is unloaded when no request uses it; the only model of a service stays."""
+def _loaded(body: OllamaAnswerBody, form: Form, service: Service) -> Response:
+    """The answer to a request without a prompt, by which clients load and unload models. A single model stays."""
     unloads = body.keep_alive == 0
-    _keep(body, models, service)
-    headers = ignored_header(["keep_alive"]) if unloads and isinstance(models, OneModel) else {}
+    headers = ignored_header(["keep_alive"]) if unloads and service.models is None else {}
     line = form.ended("unload" if unloads else "load")
     return Response(RootModel[Line](line).model_dump_json(), media_type="application/json", headers=headers)
-
-
-def _keep(body: OllamaAnswerBody, models: Models, service: Service) -> None:
-    """Keep the model loaded as long as the request says."""
-    if body.keep_alive is not None:
-        models.keep(service.model_id, None if math.isinf(body.keep_alive) else body.keep_alive)
 
 
 def _check_context(ids: list[int], service: Service) -> None:

@@ -7,21 +7,12 @@ from typing import Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Body, Response
 
+from engine import AdapterInfo
 from server.answering.ollama_events import NDJSON, written
-from server.answering.ollama_facts import (
-    FileFacts,
-    capabilities,
-    details_at,
-    details_of,
-    files_at,
-    files_of,
-    model_info,
-    timestamp,
-)
-from server.answering.ollama_input import LATEST, find_model, served_names, tagged
+from server.answering.ollama_facts import capabilities, details_of, files_of, model_info
+from server.answering.ollama_input import find_model, served_names, tagged
 from server.api import examples
 from server.api.ollama_schemas import (
-    OllamaDetails,
     OllamaListed,
     OllamaModels,
     OllamaNameRequest,
@@ -34,10 +25,10 @@ from server.api.ollama_schemas import (
 from server.api.reading import UntypedJsonRoute
 from server.context import HouseDep, Service, ServiceDep
 from server.errors import ApiError, shown
-from server.models.one import models_of
 from server.routes.ollama import ERRORS
 
 router = APIRouter()
+listing = APIRouter()  # of the only model and its adapters
 home = APIRouter()  # where no page is at /
 bodies = APIRouter(route_class=UntypedJsonRoute)
 
@@ -53,38 +44,42 @@ async def version(service: HouseDep) -> OllamaVersion:
     return OllamaVersion(version=OLLAMA, octavo=service.version)
 
 
-@router.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
-async def tags(service: HouseDep) -> OllamaModels:
-    """List the served models and their adapters, as in Ollama's API."""
-    return OllamaModels(models=[OllamaListed(**facts) for facts in await asyncio.to_thread(_listed, service)])
+@listing.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
+async def tags(service: ServiceDep) -> OllamaModels:
+    """List the served model and its adapters, as in Ollama's API."""
+    able = capabilities(service)
+    return OllamaModels(
+        models=[
+            OllamaListed(**await asyncio.to_thread(facts_of, service, name), capabilities=able)
+            for name in served_names(service)
+        ]
+    )
 
 
-@router.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
-async def ps(service: HouseDep) -> OllamaProcesses:
-    """List the loaded models, as in Ollama's API."""
-    models = models_of(service)
-    found = []
-    for status in models.statuses():
-        loaded = models.service_of(status.name)
-        if loaded is not None and status.state == "loaded":
-            info = loaded.client.info
-            facts = await asyncio.to_thread(_facts, loaded, loaded.model_id)
-            size = status.memory or facts["size"]
-            ends = NEVER if status.expires_at is None else timestamp(status.expires_at)
-            vram = 0 if info.device == "cpu" else size
-            facts |= {"size": size, "expires_at": ends, "size_vram": vram, "context_length": info.max_model_len}
-            found.append(OllamaRunning(**facts))
-    return OllamaProcesses(models=found)
+@listing.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
+async def ps(service: ServiceDep) -> OllamaProcesses:
+    """List the loaded models, as in Ollama's API. A served model is never unloaded."""
+    info = service.client.info
+    return OllamaProcesses(
+        models=[
+            OllamaRunning(
+                **(facts := await asyncio.to_thread(facts_of, service, name)),
+                expires_at=NEVER,
+                size_vram=0 if info.device == "cpu" else facts["size"],
+                context_length=info.max_model_len,
+            )
+            for name in served_names(service)[:1]
+        ]
+    )
 
 
 @bodies.post("/api/show", responses=ERRORS, summary="Ollama's description of a model")
 async def show(
     body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
 ) -> OllamaShown:
-    """Describe a served model, as in Ollama's API: its files, template, decoding parameters and abilities. A model that
-    is not loaded is loaded first."""
+    """Describe a served model, as in Ollama's API: its files, template, decoding parameters and abilities."""
     name = find_model(service, _named(body)) or service.model_id
-    facts = await asyncio.to_thread(_facts, service, name)
+    facts = await asyncio.to_thread(facts_of, service, name)
     info, tokenizer = service.client.info, service.tokenizer
     template = (tokenizer.chat_template or "") if tokenizer is not None else ""
     parameters = "\n".join(f"{field:<30} {value}" for field, value in info.decoding.items())
@@ -106,17 +101,16 @@ async def show(
     summary="Ollama's download of a model",
 )
 async def pull(
-    body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: HouseDep
+    body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
 ) -> Response:
     """Report success for a model that is served, because clients pull before they ask. Others are refused."""
-    name, models = _named(body), models_of(service)
-    if models.find(name) is None and models.find(name.removesuffix(f":{LATEST}")) is None:
-        try:
-            find_model(service, name)
-        except ApiError:
-            names = ", ".join(shown(status.name) for status in models.statuses())
-            message = f"The model {shown(name)} is not served, and this server downloads none. It serves {names}."
-            raise ApiError(404, message, param="model", code="model_not_found") from None
+    name = _named(body)
+    try:
+        find_model(service, name)
+    except ApiError:
+        names = ", ".join(map(shown, served_names(service)))
+        message = f"The model {shown(name)} is not served, and this server downloads none. It serves {names}."
+        raise ApiError(404, message, param="model", code="model_not_found") from None
     if body.stream is False:
         return Response('{"status":"success"}', media_type="application/json")
     lines = (written({"status": status}) for status in ("pulling manifest", "success"))
@@ -169,7 +163,7 @@ async def running() -> Response:
     return Response("Ollama is running", media_type="text/plain; charset=utf-8")
 
 
-def _named(body: OllamaNameRequest) -> str:
+def _named(body: OllamaNameRequest) -> str | None:
     """The name of the model that a request is about.
 
     Raises:
@@ -181,36 +175,16 @@ def _named(body: OllamaNameRequest) -> str:
     return name
 
 
-def _listed(service: Service) -> list[dict[str, Any]]:
-    """The facts of all models and adapters. Of a model that is not loaded, the files alone are known."""
-    models = models_of(service)
-    found: list[dict[str, Any]] = []
-    for status in models.statuses():
-        loaded = models.service_of(status.name)
-        if loaded is not None:
-            able = capabilities(loaded)
-            found += [_facts(loaded, name) | {"capabilities": able} for name in served_names(loaded)]
-            continue
-        files = files_at(status.source)
-        able = ["completion"] * ("generate" in status.tasks) or ["embedding"] * ("embed" in status.tasks)
-        facts = _shared(status.name, files, details_at(status.source, files))
-        found.append(facts | {"size": files.size or status.size or 0, "capabilities": able})
-    return found
-
-
-def _facts(service: Service, name: str) -> dict[str, Any]:
+def facts_of(service: Service, name: str) -> dict[str, Any]:
     """The fields that all lists of models share. The facts of an adapter are those of its base model."""
     info = service.client.info
-    parent = service.model_id if name in service.client.adapters else ""
-    return _shared(name, files_of(info), details_of(info, name, parent))
-
-
-def _shared(name: str, files: FileFacts, details: OllamaDetails) -> dict[str, Any]:
+    adapter: AdapterInfo | None = service.client.adapters.get(name)
+    files = files_of(info)
     return {
         "name": tagged(name),
         "model": tagged(name),
         "modified_at": files.modified,
         "size": files.size,
         "digest": files.digest,
-        "details": details,
+        "details": details_of(info, name, "" if adapter is None else service.model_id),
     }

@@ -72,6 +72,7 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
+from engine.model.spec.states import ShortConvolution, StateLayer
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
@@ -81,6 +82,6 @@ __all__ = [
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
     "Probe", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput", "Shared",
-    "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack", "Tokens", "Versions",
-    "WholeProjection", "Xielu",
+    "ShortConvolution", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack",
+    "StateLayer", "Tokens", "Versions", "WholeProjection", "Xielu",
 ]  # fmt: skip
