@@ -36,6 +36,8 @@ LAYERS = {
     "engine.process.kv_events": 5,
     "engine.engine": 5,
     "engine.images": 5,
+    "engine.images.crop_settings": 3,
+    "engine.images.settings": 3,
     "engine.text": 5,
     "engine.pooled": 6,
     "engine.text.processor": 6,

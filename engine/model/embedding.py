@@ -113,6 +113,14 @@ class TokenEmbedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
+def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -> Tensor:
+    """Vectors x [Tp, hidden] with those of images [N, hidden] in the places of tokens that have one."""
+    if images is None:
+        return x
+    slots = sides["image_slots"]
+    return torch.where((slots > 0)[:, None], images[(slots - 1).clamp(min=0)].to(x.dtype), x)
+
+
 class BoxEmbedding(nn.Module):
     """Adds the vectors of boxes: of their edges, heights and widths.
 

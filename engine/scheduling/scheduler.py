@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineStats, RequestDelta
@@ -29,6 +30,7 @@ from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.image_work import ImageWork
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.needs import sequence_root
@@ -81,6 +83,7 @@ class Scheduler:
         self.events: PageEvents | None = None
         self._tables = Tables(pool, self._hasher, config)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
+        self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
     def record_events(self) -> PageEvents:
         """Begin to collect what the prefix cache gains and loses, before the first request."""
@@ -218,6 +221,8 @@ class Scheduler:
         pending = self.in_flight.pending() if ahead else None
         inputs = [run.encoder_input for run in planned.encoder_runs]
         planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending, step.searches)
+        if step.image_work:
+            planned.plan = replace(planned.plan, image_work=step.image_work)
         self.in_flight.begin(planned)
         return planned.plan
 
@@ -366,6 +371,8 @@ class Scheduler:
         total = sum([count for _, count in work])
         budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
         budget = total if group.unchunked else budget
+        if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
+            budget = self._image_work.fitting(step, group, work[0][0].num_scheduled, min(total, budget))
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []
