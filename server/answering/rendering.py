@@ -147,6 +147,7 @@ class ChatRenderer:
         rendering: Rendering | None = None,
         formats: Formats | None = None,
         terms: Terms | None = None,
+        image_marks: tuple[str | None, str | None] = (None, None),
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
@@ -156,6 +157,7 @@ class ChatRenderer:
         Args:
             formats: how the model writes calls, and whether a system message tells of the tools.
             terms: of the request. Requests with the same salt share remembered tokens; None: nothing is remembered.
+            image_marks: the mark that stands for an image in the messages, and the model's image token.
 
         Raises:
             ApiError: the template takes too much time or memory or knows no tools or documents, or the conversation is
@@ -181,6 +183,8 @@ class ChatRenderer:
             continue_final_message=rendering.continue_final_message,
             writing=_writing(formats),
             prompted=formats.prompted,
+            image_mark=image_marks[0],
+            image_text=image_marks[1],
         )
         async with self._slots:
             rendered = await self._render(conversation)
