@@ -61,6 +61,8 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
         findings += check_model(config, memory=device.verdict != "FAIL")
         if config.quantization not in (None, "none"):
             findings.append(check_quantization_cache(config))
+        if config.kv_disk is not None:
+            findings.append(check_kv_disk(config))
     findings += check_listening(settings)
     findings += check_access(settings)
     findings += check_traces(settings)
@@ -286,6 +288,25 @@ def check_quantization_cache(config: EngineConfig) -> Finding:
         return Finding(check, "warn", f"cannot be used: {facts.problem}", fix)
     number = "1 file" if facts.entries == 1 else f"{facts.entries} files"
     return Finding(check, "ok", f"{facts.folder}: {number}, {_size(facts.size)}")
+
+
+def check_kv_disk(config: EngineConfig) -> Finding:
+    """Pages of the KV cache can be kept where they are to be."""
+    from engine import inspect_kv_disk
+
+    check = "pages on disk"
+    try:
+        facts = inspect_kv_disk(config)
+    except ConfigError as problem:
+        return Finding(check, "FAIL", *_split(problem))
+    if facts.problem:
+        fix = "Set --kv-disk to a folder that this user can write to."
+        return Finding(check, "FAIL", f"cannot be kept: {facts.problem}", fix)
+    found = f"{facts.folder}: {_size(facts.used)} of at most {_size(facts.limit)}"
+    if facts.free < facts.limit - facts.used:
+        fix = "Free some space, or lower --kv-disk-size. Once the disk is full, no more pages are written."
+        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} of the disk are free", fix)
+    return Finding(check, "ok", found)
 
 
 def _size(count: int) -> str:

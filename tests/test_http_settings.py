@@ -34,7 +34,7 @@ ENGINE = {
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,
     "distributed_executor_backend": "mp",
-    "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8",
+    "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8", "kv_disk": "pages", "kv_disk_size": "3GiB",
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
     "lora_modules": ("a=x", '{"name": "b", "path": "y, z"}'), "max_loras": 3, "max_lora_rank": 8,

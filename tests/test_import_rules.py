@@ -31,6 +31,7 @@ LAYERS = {
     "engine.text.languages": 4,
     "engine.execution": 4,
     "engine.backends.torch.sampling": 4,
+    "engine.disk": 4,
     "engine.stepping": 5,
     "engine.process.runner": 5,
     "engine.process.kv_events": 5,

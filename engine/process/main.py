@@ -15,9 +15,10 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.process")
 
+MOST_COMMANDS = 512  # taken between two steps; one request for embeddings can bring 2,048
 WARM_AFTER = 1.0  # seconds after the start: the first requests come first
 
 
@@ -71,12 +73,13 @@ def main() -> int:
     if start is None:
         return 0
     known: Future[Known] = Future()
-    arguments = (line, start.folder, known)
+    leave: list[Callable[[], None]] = []
+    arguments = (line, start.folder, known, leave)
     threading.Thread(target=_end_with_client, args=arguments, name="octavo-lifeline", daemon=True).start()
     if start.log_format is not None:
         configure(start.log_level, start.log_format)
     try:
-        _run(start, known, line)
+        _run(start, known, line, leave)
     except OctavoError as error:  # explains itself
         return _report(line, error)
     except BaseException as error:
@@ -85,15 +88,32 @@ def main() -> int:
     return 0
 
 
-def _end_with_client(line: socket.socket, folder: str, known: Future[Known]) -> None:
+def _end_with_client(
+    line: socket.socket, folder: str, known: Future[Known], leave: Sequence[Callable[[], None]]
+) -> None:
+    """End the process when the client is gone.
+
+    Args:
+        leave: to be done before, if there is time.
+    """
     if (told := receive_known(line)) is not None:
         known.set_result(told)
     with contextlib.suppress(ConnectionError):
         if line.recv(1) == GOODBYE:
+            _leave(leave)
             os._exit(0)  # the folder is the client's, and perhaps a successor's
     # The client is gone without a word, and nothing else would remove it.
     shutil.rmtree(folder, ignore_errors=True)
+    _leave(leave)
     os._exit(0)
+
+
+def _leave(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        try:
+            task()
+        except Exception:  # the process ends all the same
+            logger.exception("the engine's process ends without having done all that it should")
 
 
 def _report(line: socket.socket, error: BaseException) -> int:
@@ -105,7 +125,7 @@ def _report(line: socket.socket, error: BaseException) -> int:
     return 1
 
 
-def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
+def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Callable[[], None]]) -> None:
     from engine.engine import Engine  # heavy: the lifeline is watched already
     from engine.model.checkpoint import read_config
 
@@ -122,6 +142,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
     LOADING.listener = None
+    leave.append(engine.keep_pages)
     for name, path in start.adapters.items():
         try:
             engine.load_adapter(name, path)
@@ -311,13 +332,15 @@ class Loop:
         return concerned
 
     def _commands(self) -> Iterator[tuple[bytes, bytes]]:
-        """Names of clients, each with a command of theirs."""
-        if not self._engine.has_unfinished_requests():
+        """The commands that wait, each with its client's name. While requests run, at most MOST_COMMANDS are taken
+        between two steps, so that a burst of texts delays no stream for long."""
+        busy = self._engine.has_unfinished_requests()
+        if not busy:
             if self._compiling:
                 self._wait()
             else:
                 yield self._channel.recv_multipart()
-        while True:
+        for _ in range(MOST_COMMANDS) if busy else count():
             try:
                 yield self._channel.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "KV cache": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
-        "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",
+        "enable_prefix_caching", "prefix_cache_scope", "kv_disk", "kv_disk_size", "kv_events_config",
     ),
     "address": ("host", "port", "uds", "api_server_count", "root_path", "forwarded_allow_ips"),
     "access": (
