@@ -160,12 +160,15 @@ class SeeingModel:
         return TokenInput(ids, images=placed)
 
 
-def make_seeing_model(name: str, folder: Path, *, seed: int = 0) -> SeeingModel:
-    """Build the checkpoint and save it. Every parameter is random, so that a part which is left out shows."""
+def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 512) -> SeeingModel:
+    """Build the checkpoint and save it; `length`: tokens of context. Every parameter is random, so that a part which is left out shows."""
     shape = SHAPES[name]
     model_class: Any = getattr(transformers, shape.architecture)
     config = model_class.config_class(
-        text_config=TEXT | shape.text, vision_config=dict(shape.vision), image_token_id=IMAGE, **shape.own
+        text_config=TEXT | shape.text | {"max_position_embeddings": length},
+        vision_config=dict(shape.vision),
+        image_token_id=IMAGE,
+        **shape.own,
     )
     config.architectures = [shape.architecture]
     model = model_class(config)
