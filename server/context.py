@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
 from engine import EngineDeadError, RequestFailedError
+from engine.images import expand
 from engine.process.client import EngineClient
 from engine.text.pictures import Pictures
 from engine.text.processor import Tokenizer
@@ -20,7 +22,7 @@ from server.answering.grammars import GrammarChecks
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import Prompt, Room
-from server.answering.rendering import ChatRenderer, Rendering
+from server.answering.rendering import ChatRenderer, ImageMarks, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
 from server.commons import Commons
@@ -220,7 +222,8 @@ class Service:
         if pictures is None or not pictures.images or reading is None:
             return await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms)
         images = await reading.read(pictures)
-        marks = pictures.mark, self.tokenizer.written(reading.vision.token_id)
+        token = self.tokenizer.written(reading.vision.token_id)
+        marks = ImageMarks(pictures.mark, token, partial(expand, token=token, images=images, info=reading.vision))
         prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
         ids, placed = reading.place(prompt.token_ids, images)
         return replace(prompt, token_ids=ids, images=tuple(placed))

@@ -21,8 +21,8 @@ import soundfile
 from support.answering import reference_answers
 from support.encoder_text import roberta
 from support.image_text import LABELS, make_image_model, picture
-from support.service import ROOT, Service, environment
 from support.seeing import make_seeing_model
+from support.service import ROOT, Service, environment
 from support.speech import RATE, make_speech_checkpoint, noise
 from support.task_models import answers, bge_m3, led
 

@@ -233,7 +233,7 @@ def test_images_travel_to_the_engines_process(model: SeeingModel, engine: Engine
 def test_wrong_images_are_refused(model: SeeingModel, engine: Engine, change: dict[str, Any], message: str) -> None:
     prompt = model.prompt([*WORDS, picture(50, 20, 2), 12], info_of(engine))
     fields = {name: getattr(prompt.images[0], name) for name in ("offset", "length", "pixels", "size")}
-    wrong = replace(prompt, images=[PlacedImage(**{**fields, **change})])
+    wrong = replace(prompt, images=(PlacedImage(**{**fields, **change}),))
     with pytest.raises(InvalidRequestError, match=message) as refusal:
         engine.add_request("one", wrong, GREEDY)
     assert refusal.value.param == "images"
@@ -250,7 +250,7 @@ def test_a_folder_without_a_processor_is_a_text_model(tmp_path: Path, caplog: py
     assert engine.runner.model.vision is None
     with pytest.raises(InvalidRequestError, match="reads no images"):
         engine.add_request(
-            "one", TokenInput([IMAGE], images=[PlacedImage(0, 1, np.zeros((1, 3, 28, 28), np.uint8), (1, 1))]), GREEDY
+            "one", TokenInput([IMAGE], images=(PlacedImage(0, 1, np.zeros((1, 3, 28, 28), np.uint8), (1, 1)),)), GREEDY
         )
     engine.close()
     assert made.shape.architecture.startswith("Llava")

@@ -21,7 +21,7 @@ from engine.images.settings import (
     read_json,
 )
 from engine.interface.vision import Size, VisionInfo
-from engine.model.spec import Patches, Vision
+from engine.model.spec import Patches, Shuffled, Vision
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -38,6 +38,11 @@ _CLASSES: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
     },
 }  # fmt: skip
+_IDEFICS3 = {
+    "size": {"longest_edge": 4 * 364}, "resample": 1, "max_image_size": {"longest_edge": 364},
+    "do_image_splitting": True, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5),
+}  # fmt: skip
+_CLASSES |= {"Idefics3": _IDEFICS3, "SmolVLM": _IDEFICS3}
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
 
@@ -52,6 +57,9 @@ class Cropping:
         sizes: heights and widths that an image may be fitted into and then cut into tiles; (): it is one crop.
         tile: height and width of a tile.
         tiles: which images become tiles: all, or one that is the only one of its prompt; others become squares then.
+        longest: the longer side that an image is resized to before it is cut into squares of `tile`, the last of which
+            shows the whole image; 0: the sizes say how it is cut. -1: it is not resized first.
+        splits: an image that is larger than a square is cut; else it becomes one.
     """
 
     steps: Preprocessing
@@ -59,6 +67,8 @@ class Cropping:
     sizes: tuple[Size, ...] = ()
     tile: int = 0
     tiles: Literal["all", "alone"] = "all"
+    longest: int = 0
+    splits: bool = True
 
 
 def read_cropping(folder: Path) -> Cropping | None:
@@ -86,6 +96,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     pads = values.get("do_pad")
     given = {name: value for name, value in values.items() if value is not None and name != "do_pad"}
     off = {name: False for name in MEANT if name in values}
+    if known in ("Idefics3", "SmolVLM"):
+        return _squares(_CLASSES[known] | given, file)
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
     steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
     colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
@@ -107,6 +119,23 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     return Cropping(steps=steps, sizes=found, tile=tile, tiles="alone", square=colour)
 
 
+def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
+    """The settings of Idefics 3's class."""
+    size, tile = (_longest(values, name, file) for name in ("size", "max_image_size"))
+    whole = {"height": tile, "width": tile}
+    steps = preprocessing_of(MEANT | values | {"size": whole, "do_resize": True, "do_pad": False}, file, None)
+    resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
+    return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
+
+
+def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
+    given = values[name]
+    found = given.get("longest_edge") if isinstance(given, dict) else None
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= 1 << 14:
+        raise UnsupportedModelError(f"{file}: {name} must have a longest_edge from 1 to {1 << 14}, got {given!r}.")
+    return found
+
+
 def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
     """The images that a model reads among its tokens.
 
@@ -126,7 +155,10 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         raise UnsupportedModelError(
             f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
         )
-    rows, columns = (pixels // size for pixels, size in zip(embedding.image, embedding.patch, strict=True))
+    if (vision.surrounds is None) != (not cropping.longest):
+        raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
+    factor = vision.projector.factor if isinstance(vision.projector, Shuffled) else 1
+    rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
     return VisionInfo(
         token_id=vision.token_id,
         channels=embedding.channels,
@@ -135,6 +167,7 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         first=embedding.first - vision.skip,
         newline=vision.newline,
         tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
+        surrounds=vision.surrounds,
         rescale=steps.rescale,
         mean=steps.mean,
         std=steps.std,

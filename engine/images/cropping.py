@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_LONGEST = 4096  # pixels of a side
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CroppedImage:
     """An image that has no place in a prompt yet.
@@ -27,10 +30,12 @@ class CroppedImage:
     Attributes:
         pixels: uint8 [crops, 3, height, width].
         size: height and width of the image as it was sent.
+        tiles: rows and columns of crops before the one that shows the whole image, where crops have texts around them.
     """
 
     pixels: Any
     size: Size
+    tiles: Size = (0, 0)
 
 
 def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX_PIXELS) -> CroppedImage:
@@ -44,6 +49,8 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
         InvalidRequestError: it would have more.
     """
     size, steps = (image.height, image.width), cropping.steps
+    if cropping.longest:
+        return _cut(image, cropping, max_pixels)
     if not cropping.sizes or (cropping.tiles == "alone" and not alone):
         if cropping.square is not None:
             image = _squared(image, cropping.square, max_pixels)
@@ -63,6 +70,73 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
     return CroppedImage(np.stack([shaped(part, steps, max_pixels=max_pixels) for part in parts]), size)
 
 
+def _cut(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:
+    """The squares of an image, and last the whole (`Idefics3ImageProcessorPil`)."""
+    size, steps, tile = (image.height, image.width), cropping.steps, cropping.tile
+    if cropping.longest > 0:
+        height, width = _rescaled(size, cropping.longest)
+        image = image.resize((width, height), resample=steps.resample)
+    if cropping.splits:
+        height, width = _in_tiles((image.height, image.width), tile)
+        if height * width > max(max_pixels, 1 << 20):
+            _too_long(image, max(height, width), max_pixels)
+        image = image.resize((width, height), resample=steps.resample)
+    rows, columns = image.height // tile, image.width // tile
+    if not cropping.splits or rows * columns <= 1:
+        return CroppedImage(shaped(image, steps, max_pixels=max_pixels)[None], size)
+    parts = [
+        image.crop((column * tile, row * tile, (column + 1) * tile, (row + 1) * tile))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    crops = np.stack([shaped(part, steps, max_pixels=max_pixels) for part in [*parts, image]])
+    return CroppedImage(crops, size, (rows, columns))
+
+
+def _rescaled(size: Size, longest: int) -> Size:
+    """Height and width of an image whose longer side becomes `longest`, at most 4096."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+        width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+        height, width = _LONGEST, int(_LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _in_tiles(size: Size, tile: int) -> Size:
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        return math.ceil(int(width / ratio) / tile) * tile, width
+    height = math.ceil(height / tile) * tile
+    return height, math.ceil(int(height * ratio) / tile) * tile
+
+
+def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionInfo) -> str:
+    """A prompt's text with an image token for each crop of its images, where each has a text around it.
+
+    Args:
+        text: with one image token for each image; if there are more or fewer, it stays as it is, and `place` says so.
+        token: the image token.
+    """
+    if info.surrounds is None or text.count(token) != len(images):
+        return text
+    before, *rest = text.split(token)
+    return before + "".join(
+        info.surrounds.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
+    )
+
+
 def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> tuple[list[int], list[PlacedImage]]:
     """A prompt's tokens with as many image tokens for each image as it has vectors, and where these are.
 
@@ -72,6 +146,8 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
     Raises:
         InvalidRequestError: there are more or fewer image tokens than images.
     """
+    if info.surrounds is not None:
+        images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
     if len(marks) != len(images):
         raise InvalidRequestError(

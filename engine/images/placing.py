@@ -10,12 +10,13 @@ import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.images.crop_settings import Cropping, read_cropping
-from engine.images.cropping import crop, place
+from engine.images.cropping import crop, expand, place
 from engine.images.decoding import MAX_PIXELS, check_pixels, decode, read_text, rgb
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import TokenInput
 from engine.interface.values import brief
 from engine.interface.vision import VisionInfo
+from engine.text.tokenizer import Tokenizer
 
 _KEYS = {"image_url": "image_url", "image": "image", "image_pil": "image_pil", "input_image": "image_url"}
 
@@ -43,19 +44,32 @@ class ImagePlacer:
         """The model's image token."""
         return self._info.token_id
 
-    def input(self, ids: Sequence[int], images: Sequence[Any], text: str | None) -> TokenInput:
+    def input(
+        self, ids: Sequence[int], images: Sequence[Any], text: str | None, tokenizer: Tokenizer | None, *, special: bool
+    ) -> TokenInput:
         """A prompt with images.
 
         Args:
             ids: with one image token for each image.
+            text: that the ids are of, if they are.
+            special: the tokenizer added special tokens to the text.
             images: paths, bytes of files, `data:` URLs, images of PIL's, or arrays [height, width, 3] of uint8.
 
         Raises:
             InvalidRequestError: an image cannot be read, or there are more or fewer image tokens than images.
         """
         crops = [crop(read_image(image), self._cropping, alone=len(images) == 1) for image in images]
+        if self._info.surrounds is not None:
+            if text is None or tokenizer is None:
+                raise InvalidRequestError(
+                    "this model's images need a prompt that is text: there are texts around their crops.",
+                    param="prompt",
+                    code="invalid_value",
+                )
+            whole = expand(text, tokenizer.written(self._info.token_id), crops, self._info)
+            ids = tokenizer.encode(whole, add_special_tokens=special)
         expanded, placed = place(ids, crops, self._info)
-        return TokenInput(expanded, text, images=placed)
+        return TokenInput(expanded, text, images=tuple(placed))
 
 
 def image_part(part: Any) -> Any:

@@ -113,7 +113,7 @@ def conversation_prompt(
     ids = tokenizer.encode(text, add_special_tokens=False)
     if pictures is None or not pictures.images or placer is None:
         return TokenInput(ids, text)
-    return placer.input(ids, pictures.images, text)
+    return placer.input(ids, pictures.images, text, tokenizer, special=False)
 
 
 def _with_tool_prompt(

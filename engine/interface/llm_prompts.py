@@ -182,7 +182,7 @@ class PromptReader:
         whole = replace(self, kept=None)._read_dict(given)
         if not isinstance(whole, TokenInput):
             _fail("images need a prompt or prompt_token_ids.")
-        return self.cut_input(self.placer.input(whole.token_ids, images, whole.text))
+        return self.cut_input(self.placer.input(whole.token_ids, images, whole.text, self.tokenizer, special=True))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

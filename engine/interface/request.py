@@ -99,7 +99,7 @@ class TokenInput:
     token_type_ids: Sequence[int] | None = None
     bbox: Sequence[Sequence[int]] | None = None
     sides: Mapping[str, Sequence[Any]] | None = None
-    images: Sequence[PlacedImage] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def given(self) -> dict[str, Sequence[Any]]:

@@ -49,6 +49,31 @@ class Tiling:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Surrounds:
+    """The texts around the crops of an image, each of which has image tokens of its own (Idefics 3).
+
+    Attributes:
+        apart: stands before each crop, and after the last.
+        whole: before the crop that shows the whole image, which is the last.
+    """
+
+    apart: str = "<fake_token_around_image>"
+    whole: str = "<global-img>"
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with one image token for each crop.
+
+        Args:
+            tiles: rows and columns of crops before the one that shows the whole image.
+        """
+        rows, columns = tiles
+        made = ""
+        for row in range(1, rows + 1):
+            made += "".join(f"{self.apart}<row_{row}_col_{column}>{token}" for column in range(1, columns + 1)) + "\n"
+        return f"{made}{chr(10) if rows else ''}{self.apart}{self.whole}{token}{self.apart}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -60,6 +85,7 @@ class VisionInfo:
         first: vectors before those of the grid.
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
+        surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
         rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
     """
 
@@ -70,6 +96,7 @@ class VisionInfo:
     first: int = 0
     newline: bool = False
     tiling: Tiling | None = None
+    surrounds: Surrounds | None = None
     rescale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

@@ -64,8 +64,9 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             missing.append("a twin of other models than encoders, or one that reads no signals")
     if model.vision is not None:
         missing.extend(unsupported(spec.ModelSpec(encoder=model.vision.tower, decoder=None, head=spec.Pool())))
-        if model.vision.projector.activation not in ACTIVATIONS:
-            missing.append(f"activation {model.vision.projector.activation}")
+        projector = model.vision.projector
+        if isinstance(projector, spec.Projector) and projector.activation not in ACTIVATIONS:
+            missing.append(f"activation {projector.activation}")
     return list(dict.fromkeys(missing))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,21 @@ class Projector(nn.Module):
         return projected
 
 
+class ShuffledProjector(nn.Module):
+    """The tower's hidden states [N, features] of a square grid to the decoder's vectors [N / factor^2, hidden]."""
+
+    def __init__(self, part: spec.Shuffled, features: int, hidden: int, place: Place):
+        super().__init__()
+        self.second = Linear(features * part.factor**2, hidden, False, place)
+        self._factor = part.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        side, factor = math.isqrt(len(x)), self._factor
+        grid = x.view(side // factor, factor, side // factor, factor, -1)
+        projected: Tensor = self.second(grid.transpose(1, 2).reshape(len(x) // factor**2, -1))
+        return projected
+
+
 class ImageEmbedding(nn.Module):
     """Crops of an image to vectors of a decoder, by a tower, which is a model of its own, and a projector.
 
@@ -42,7 +58,11 @@ class ImageEmbedding(nn.Module):
     def __init__(self, part: spec.Vision, hidden: int, place: Place):
         super().__init__()
         self.part = part
-        self.projector = Projector(part.projector, part.tower.output_size, hidden, place)
+        self.projector: Projector | ShuffledProjector
+        if isinstance(part.projector, spec.Projector):
+            self.projector = Projector(part.projector, part.tower.output_size, hidden, place)
+        else:
+            self.projector = ShuffledProjector(part.projector, part.tower.output_size, hidden, place)
         self.newline = place.parameter(hidden) if part.newline else None
 
     def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:

@@ -225,7 +225,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
         if self.signal is not None:
             return self.signal.input
         if self.tokens is not None and self.images:
-            return replace(self.tokens, images=[image.image for image in self.images])
+            return replace(self.tokens, images=tuple(image.image for image in self.images))
         given = self.tokens or self.seq2seq
         assert given is not None  # `encode_add` sets one
         return given

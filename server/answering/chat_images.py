@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-import numpy as np
-
-from engine import EngineInfo, InvalidRequestError, parse_bytes
-from engine.images import PIXEL_BYTES, CroppedImage, place, read_cropping
-from engine.interface.vision import PlacedImage, VisionInfo
+from engine import EngineInfo, InvalidRequestError, PlacedImage, VisionInfo, parse_bytes
+from engine.images import PIXEL_BYTES, CroppedImage, pixels_of_bytes, place, read_cropping
 from engine.text.pictures import Pictures
 from server.answering.images import MOST_SECONDS, run_limited
 from server.config.settings import ServerSettings
@@ -45,6 +42,9 @@ class ChatImages:
         self.most = settings.most_images
         sizes = [self.vision.crop] if self.vision.tiling is None else self.vision.tiling.sizes
         self.most_tokens = max(self.vision.count(self.vision.crops(size), size) for size in sizes)
+        if cropping.longest:  # squares, and the whole
+            side = max(-(-cropping.longest // cropping.tile), 1) if cropping.splits else 0
+            self.most_tokens *= side**2 + 1
         self._cropping = cropping
         self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
         self._max_pixels = settings.max_image_pixels
@@ -94,7 +94,7 @@ class ChatImages:
                     param="messages",
                     code="too_many_images",
                 )
-            found.append(CroppedImage(np.frombuffer(read.data, np.uint8).reshape(read.shape), read.size))
+            found.append(CroppedImage(pixels_of_bytes(read.data, read.shape), read.size, read.tiles))
         return found
 
     def place(self, ids: Sequence[int], images: Sequence[CroppedImage]) -> tuple[list[int], list[PlacedImage]]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from engine import EngineInfo, Seq2SeqInput, TokenInput
-from engine.interface.vision import PlacedImage
+from engine import EngineInfo, PlacedImage, Seq2SeqInput, TokenInput
 from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.errors import ApiError, shown

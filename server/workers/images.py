@@ -85,12 +85,14 @@ class Crops(msgspec.Struct, array_like=True):
     Attributes:
         shape: crops, channels, height, width.
         size: height and width of the image as it was sent.
+        tiles: as of `CroppedImage`.
         data: uint8.
         problem, code: why it was refused, if it was.
     """
 
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     size: tuple[int, int] = (0, 0)
+    tiles: tuple[int, int] = (0, 0)
     data: bytes = b""
     problem: str | None = None
     code: str | None = None
@@ -108,4 +110,4 @@ def read_crops(picture: ChatPicture) -> Crops:
     except InvalidRequestError as refusal:
         return Crops(problem=str(refusal), code=refusal.code)
     count, channels, height, width = made.pixels.shape
-    return Crops((count, channels, height, width), made.size, made.pixels.tobytes())
+    return Crops((count, channels, height, width), made.size, made.tiles, made.pixels.tobytes())

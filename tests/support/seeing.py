@@ -15,6 +15,7 @@ import PIL.Image
 import tokenizers
 import torch
 import transformers
+from transformers.models.idefics3.processing_idefics3 import get_image_prompt_string
 
 from engine import TokenInput
 from engine.images import crop, place, read_cropping
@@ -62,6 +63,7 @@ class SeeingShape:
 
 
 _CLIP_PIXELS = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+_SQUARES = {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": SIDE}}
 _SQUARE = {"size": {"height": SIDE, "width": SIDE}}
 SHAPES = {
     "llava": SeeingShape(
@@ -84,13 +86,24 @@ SHAPES = {
         ("LlavaOnevisionImageProcessorPil", _SQUARE | {"image_grid_pinpoints": [*SIZES, [84, 84]]}),
         "LlavaOnevisionProcessor",
     ),
+    "smolvlm": SeeingShape(
+        "SmolVLMForConditionalGeneration", {"model_type": "llama"}, VISION, {"scale_factor": 2},
+        ("SmolVLMImageProcessorPil", _SQUARES), "Idefics3Processor",
+    ),
+    "idefics3": SeeingShape(  # patches of which some share a position; images that are not cut
+        "Idefics3ForConditionalGeneration", {"model_type": "llama"}, VISION | {"image_size": 84, "patch_size": 4},
+        {"scale_factor": 3},
+        ("Idefics3ImageProcessorPil", {"size": {"longest_edge": 100}, "max_image_size": {"longest_edge": 84},
+                                       "do_image_splitting": False}), "Idefics3Processor",
+    ),
 }  # fmt: skip
 
 
 def make_tokenizer() -> Any:
     """Bytes and a few special tokens: 0 padding, 1 and 2 the beginning and the end, 3 an image."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = ["<pad>", "<s>", "</s>", "<image>", "<video>"]
+    special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
+    special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -133,9 +146,17 @@ class SeeingModel:
 
     def processed(self, text: str, image: PIL.Image.Image) -> list[int]:
         """The ids that the reference's processor makes of a text with one "<image>"."""
-        if self.shape.whole != "LlavaOnevisionProcessor":
+        if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
             found = self.whole_processor(text=text, images=image)["input_ids"]
             return list(found[0] if isinstance(found[0], list) else found)
+        if self.shape.whole == "Idefics3Processor":
+            rows = self.processor([[image]], return_row_col_info=True)
+            vision, factor = self.model.config.vision_config, self.model.config.scale_factor
+            string = get_image_prompt_string(
+                rows["rows"][0][0], rows["cols"][0][0], (vision.image_size // vision.patch_size // factor) ** 2,
+                "<fake_token_around_image>", "<image>", "<global-img>",
+            )  # fmt: skip
+            return list(make_tokenizer().encode(text.replace("<image>", string)))
         # One that is made whole has a processor of videos, which needs torchvision.
         processor: Any = object.__new__(transformers.LlavaOnevisionProcessor)
         processor.image_processor, processor.image_token = self.processor, "<image>"
@@ -146,7 +167,8 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        given: Any = [list(images)] if "Onevision" in self.shape.architecture else list(images)
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext"))
+        given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
         return {name: torch.as_tensor(value) for name, value in made.items()}
 
@@ -156,12 +178,20 @@ class SeeingModel:
         assert cropping is not None
         images = [part for part in parts if not isinstance(part, int)]
         crops = [crop(rgb(image), cropping, alone=len(images) == 1) for image in images]
-        ids, placed = place([part if isinstance(part, int) else IMAGE for part in parts], crops, info)
-        return TokenInput(ids, images=placed)
+        encode, left, given = make_tokenizer().encode, iter(crops), []
+        for part in parts:
+            if isinstance(part, int):
+                given.append(part)
+            else:
+                tiles = next(left).tiles
+                given += [IMAGE] if info.surrounds is None else encode(info.surrounds.text("<image>", tiles))
+        ids, placed = place(given, crops, info)
+        return TokenInput(ids, images=tuple(placed))
 
 
 def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 512) -> SeeingModel:
-    """Build the checkpoint and save it; `length`: tokens of context. Every parameter is random, so that a part which is left out shows."""
+    """Build the checkpoint and save it; `length`: tokens of context. Every parameter is random, so that a part which is
+    left out shows."""
     shape = SHAPES[name]
     model_class: Any = getattr(transformers, shape.architecture)
     config = model_class.config_class(

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from engine.errors import UnsupportedModelError
-from engine.interface.vision import Tiling
+from engine.interface.vision import Surrounds, Tiling
 from engine.model.families.common import linear
 from engine.model.families.names import norm_weights
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
-from engine.model.spec import Patches, Projector, Stack, Vision
+from engine.model.spec import Patches, Projector, Shuffled, Stack, Vision
 from engine.model.table import Entry, Reshaped, WeightTable
 
 _MOST_TILES = 64
@@ -98,6 +100,36 @@ def _llava_onevision(config: Any) -> Vision:
     return replace(_llava_next(config), tiling=Tiling(sizes=_sizes(config), most=int(named[1])))
 
 
+def _idefics3(config: Any) -> Vision:
+    part, factor = config.vision_config, config.scale_factor
+    embedding = patches(part, bias=True, first=0)
+    side = embedding.image[0] // embedding.patch[0]
+    square = embedding.image[0] == embedding.image[1] and embedding.patch[0] == embedding.patch[1]
+    if not square or not isinstance(factor, int) or factor < 1 or side % factor:
+        raise UnsupportedModelError(
+            f"scale_factor of the config is {factor!r}, but a crop has {side} patches a side. It must divide them."
+        )
+    order = _placed(side)
+    if order != tuple(range(side**2)):
+        embedding = replace(embedding, order=order)
+    return Vision(
+        tower=pre_norm_encoder(part, embedding),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Shuffled(factor),
+        surrounds=Surrounds(),
+    )
+
+
+def _placed(side: int) -> tuple[int, ...]:
+    """The row of the table of positions that each patch of a full crop has. The reference finds it with fractions in
+    float32, so some patches share a row where `side` is no power of two."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    places = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    rows = torch.bucketize(places, bounds, right=True)
+    return tuple((rows[:, None] * side + rows[None, :]).flatten().tolist())
+
+
 def _sizes(config: Any) -> tuple[tuple[int, int], ...]:
     side, given = config.vision_config.image_size, config.image_grid_pinpoints
     found = tuple(tuple(each) for each in given)
@@ -118,6 +150,8 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
+    "Idefics3ForConditionalGeneration": _idefics3,
+    "SmolVLMForConditionalGeneration": _idefics3,
 }
 SEEING = frozenset(_READERS)
 """Architectures whose images are served."""
@@ -133,8 +167,8 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
         Entry(f"{ours}.embedding.positions", (f"{tower}.embeddings.position_embedding.weight",)),
         *norm_weights(f"{ours}.embedding.norm", f"{tower}.pre_layrnorm", embedding.norm),
         *layers_weights(stack, f"{tower}.encoder.layers", target=ours),
-        *linear("vision.projector.first", "multi_modal_projector.linear_1", vision.projector.bias, 0),
-        *linear("vision.projector.second", "multi_modal_projector.linear_2", vision.projector.bias, 1),
+        *norm_weights(f"{ours}.final_norm", f"{tower}.post_layernorm", stack.final_norm),
+        *_projector_entries(vision.projector),
     ]
     if embedding.first:
         form = Reshaped(((embedding.width,),))
@@ -145,7 +179,8 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
         table,
         entries=(*table.entries, *entries),
         renamed=(
-            (r"^(model\.)?vision_tower\.(vision_model\.)?", f"{tower}."),
+            (r"^(model\.)?(vision_tower\.(vision_model\.)?|vision_model\.)", f"{tower}."),
+            (r"^(model\.)?connector\.", "connector."),
             (r"^(model\.)?(multi_modal_projector\.|image_newline$)", r"\2"),
             *table.renamed,
         ),
@@ -155,3 +190,13 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
             rf"{tower}\.(encoder\.layers\.\d+\..*|post_layernorm\..*|head\..*|embeddings\.position_ids)",
         ),
     )
+
+
+def _projector_entries(part: Projector | Shuffled) -> list[Entry]:
+    if isinstance(part, Shuffled):
+        return linear("vision.projector.second", "connector.modality_projection.proj", False, 0)
+    source = "multi_modal_projector.linear_"
+    return [
+        *linear("vision.projector.first", f"{source}1", part.bias, 0),
+        *linear("vision.projector.second", f"{source}2", part.bias, 1),
+    ]

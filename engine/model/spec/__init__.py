@@ -72,7 +72,7 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
-from engine.model.spec.vision import Projector, Vision
+from engine.model.spec.vision import Projector, Shuffled, Vision
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
@@ -82,6 +82,6 @@ __all__ = [
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
     "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput",
-    "Shared", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack", "Tokens",
-    "Versions", "Vision", "WholeProjection", "Xielu",
+    "Shared", "Shuffled", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack",
+    "Tokens", "Versions", "Vision", "WholeProjection", "Xielu",
 ]  # fmt: skip
