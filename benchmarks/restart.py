@@ -151,9 +151,7 @@ def main() -> None:
         "tokens": {"first_turn": len(first), "second_turn": len(second)},
         "pages": {"written": pages, "read": int(read), "bytes": size},
         "seconds_to_first_token": {case: round(value, 3) for case, value in seconds.items()},
-        "times_sooner": {
-            case: round(seconds["computed"] / seconds[case], 1) for case in ("from_disk", "from_memory")
-        },
+        "times_sooner": {case: round(seconds["computed"] / seconds[case], 1) for case in ("from_disk", "from_memory")},
         "same_answer": answers[0] == answers[1] == answers[2],
         "others": {case: round(median(values), 4) for case, values in beside.items()},
     }

@@ -26,7 +26,7 @@ from server.answering.prompt import MAX_TOKENIZED, Room
 from server.api import documentation, openapi
 from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
-from server.context import Service
+from server.context import Models, Service
 from server.door.auth import AuthMiddleware
 from server.door.drain import Drain, DrainGate
 from server.door.full import Check, FullGate
@@ -41,6 +41,7 @@ from server.door.shedding import MemoryGate
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
+from server.models.using import UseGate
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     adapters,
@@ -64,6 +65,7 @@ from server.routes import (
     playground,
     responses,
     scoring,
+    several_models,
     text_embeddings,
     tokenize,
     translate,
@@ -112,6 +114,7 @@ def create_app(
     response_store: ResponseStore | None = None,
     commons: Commons | None = None,
     created: int | None = None,
+    several: Models | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -129,6 +132,8 @@ def create_app(
         commons: what this process has in common with others that answer HTTP beside it (default: there are none); the
             app's lifespan closes it.
         created: Unix seconds, shown as the model's time of creation (default: now).
+        several: the models of a service that has several; `client` is then `server.models.engines.AllEngines`, and
+            `commons` must be given.
 
     Raises:
         ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, answers
@@ -142,6 +147,7 @@ def create_app(
             watch_event_loop(metrics.event_loop_lag.observe),
             service.memory.watched(lambda: service.drain.num_running),
             response_store.opened() if response_store is not None else nullcontext(),
+            several.opened() if several is not None else nullcontext(),
         ):
             yield
         await client.close()
@@ -178,16 +184,18 @@ def create_app(
                 keys=keys,
                 public_metrics=settings.public_metrics,
                 also_open=playground.open_paths() if settings.enable_playground else (),
+                model=model_id if several is None else None,
             ),
             *traced,
             Middleware(KeyLimitsMiddleware, counts=common.keys, rejected=metrics.rejected),
             Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
-            Middleware(FullGate, checks=full_checks(common, response_store)),
+            Middleware(FullGate, checks={} if several else full_checks(common, response_store)),
             Middleware(
                 BodyLimitMiddleware,
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
-                needed=needed_bodies(client.info),
+                needed={} if several else needed_bodies(client.info),
             ),
+            *([Middleware(UseGate)] if several else []),
         ],
     )
     app.gate = partial(HostGate, settings=settings, keys=bool(keys))
@@ -208,6 +216,7 @@ def create_app(
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,
+        models=several,
     )
     errors.install(app)
     documentation.install(app)
@@ -229,7 +238,7 @@ def create_app(
         fill_mask,
         translate,
         audio,
-        models,
+        models if several is None else several_models,
         operations,
         live,
         tokenize,
@@ -249,7 +258,7 @@ def create_app(
     if settings.enable_lora_loading is not None:
         app.include_router(adapters.router)
     if settings.enable_playground:
-        app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
+        app.include_router(playground.make_router(feed=settings.enable_cache_map and several is None, key=bool(keys)))
     return app
 
 

@@ -191,6 +191,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.audio.decoding",
         "engine.process.client",
         "engine.process.known",
+        "engine.process.predict",
         "engine.host.children",
         "engine.host.gpus",
         "engine.host.loading",
@@ -358,6 +359,8 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
         "server/answering/pooling.py",
         "server/answering/response_events.py",  # `completed_at`
         "server/app.py",
+        "server/models/served.py",  # when models were loaded and will be unloaded
+        "cli/talking/served.py",
         "server/metrics/info.py",  # when it was started
         "server/processes/service.py",
         "server/tracing/request.py",  # when a span began

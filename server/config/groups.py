@@ -8,6 +8,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "skip_tokenizer_init", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser",
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
+    "several models": ("models", "max_memory", "model_idle_time", "model_load_timeout"),
     "adapters": ("lora_modules", "max_loras", "max_lora_rank", "enable_lora_loading"),
     "device and formats": (
         "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
