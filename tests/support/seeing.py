@@ -15,7 +15,7 @@ import PIL.Image
 import tokenizers
 import torch
 import transformers
-from transformers.models.idefics3.processing_idefics3 import get_image_prompt_string
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from engine import TokenInput
 from engine.images import crop, place, read_cropping
