@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from support.local_client import LocalClient
 from support.reference import MIN_MARGIN
 from support.seeing import EOS, SeeingModel, make_seeing_model, picture
 
-from engine import EngineConfig
+from engine import LLM, EngineConfig, InvalidRequestError, SamplingParams
 from engine.text.processor import load_tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
@@ -236,3 +237,28 @@ def test_an_image_token_in_a_text(api: Api) -> None:
 def test_a_prompt_that_is_too_long(api: Api) -> None:
     found = api.refused(*[shown(picture(9, 9, n)) for n in range(40)])
     assert found["code"] == "context_length_exceeded"
+
+
+def test_texts_around_crops(tmp_path: Path) -> None:
+    """SmolVLM: texts stand around the crops of an image, over HTTP and in `LLM`."""
+    model = make_seeing_model("smolvlm", tmp_path, seed=1)
+    image = picture(90, 40, 5)
+    ids = model.processed("user: a<image>\nassistant: ", image)
+    expected = reference.greedy(model.model, ids, [EOS], 6, **model.pixels([image]))
+    assert expected.margin > MIN_MARGIN
+    own = Api(model)
+    found = own.chat(text("a"), shown(image))
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert found["choices"][0]["token_ids"] == expected.answers[0].tokens
+    own.workers.close()
+    llm = LLM(str(model.path), device="cpu", dtype="float32", show_progress=False, num_gpu_blocks_override=256)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    content = [{"type": "text", "text": "a"}, {"type": "image", "image": image}]
+    answers = [
+        llm.chat([{"role": "user", "content": content}], params),
+        llm.generate("user: a<image>\nassistant: ", params, images=[image]),
+    ]
+    assert [answer[0].outputs[0].token_ids for answer in answers] == [expected.answers[0].tokens] * 2
+    with pytest.raises(InvalidRequestError, match="need a prompt that is text"):
+        llm.generate([[9, 3, 9]], params, images=[image])
+    llm.close()

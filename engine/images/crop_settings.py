@@ -123,7 +123,7 @@ def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
     """The settings of Idefics 3's class."""
     size, tile = (_longest(values, name, file) for name in ("size", "max_image_size"))
     whole = {"height": tile, "width": tile}
-    steps = preprocessing_of(MEANT | values | {"size": whole, "do_resize": True, "do_pad": False}, file, None)
+    steps = preprocessing_of({**MEANT, **values, "size": whole, "do_resize": True, "do_pad": False}, file, None)
     resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
     return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
 

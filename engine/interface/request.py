@@ -118,7 +118,7 @@ class TokenInput:
     def of(cls, token_ids: Sequence[int], text: str | None, sides: Mapping[str, Sequence[Any]]) -> TokenInput:
         """An input with these sides, each in the field that it has."""
         fields = {side.name: side.param for side in asked_sides() if side.param is not None}
-        named = {fields[name]: values for name, values in sides.items() if name in fields}
+        named: dict[str, Any] = {fields[name]: values for name, values in sides.items() if name in fields}
         return cls(token_ids, text, sides={k: v for k, v in sides.items() if k not in fields} or None, **named)
 
     def keeping(self, token_ids: Sequence[int], entries: Callable[[Sequence[Any]], Sequence[Any]]) -> TokenInput:

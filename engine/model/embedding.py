@@ -193,9 +193,8 @@ class PatchEmbedding(nn.Module):
         if self.first is not None:
             x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1)
         if self.positions is not None:
-            order = self.part.order
-            rows = slice(self.offset, self.offset + x.shape[1]) if order is None else list(order)
-            x = x + self.positions[rows]
+            order, first = self.part.order, self.offset
+            x = x + self.positions[slice(first, first + x.shape[1]) if order is None else list(order)]
         x = x.flatten(0, 1)
         return x if self.norm is None else self.norm(x)
 

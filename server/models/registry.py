@@ -18,8 +18,8 @@ from engine import EngineConfig, ModelLoadError, OctavoError
 from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
 from engine.process.predict import Prediction, predict
-from server.answering.endpoints import served_endpoints
 from server.answering.chat_images import ChatImages
+from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
 from server.answering.rendering import ChatRenderer
 from server.answering.terms import DeadlineError, read_terms
