@@ -114,9 +114,10 @@ class Engine:
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
+        states = BlockPool(facts.num_states) if facts.num_states else None
         opened = open_store(config, self.executor)
         hasher = None if opened is None else PageHasher(opened[0].hash_key)
-        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher)
+        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher, states=states)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
                 raise ConfigError(
@@ -137,6 +138,10 @@ class Engine:
         floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        if states is not None:
+            if ahead:
+                logger.info("Layers of this model carry a state: no step is planned ahead (--async-scheduling).")
+            self.scheduler.drafts_forced_tokens = ahead = False
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults = GenerationDefaults()
         if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
@@ -417,6 +422,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget the contents of all pages; False, and nothing is forgotten, while requests hold some."""
         done = self.scheduler.pool.clear()
+        if done and self.scheduler.states is not None:
+            self.scheduler.states.pool.clear()
         self._publish_events()
         return done
 
@@ -485,7 +492,12 @@ class Engine:
             settings = parse_speculative(config.speculative_config)
         else:
             settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
-        if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
+        if settings.method != "off" and self.scheduler.states is not None:
+            logger.info(
+                "Layers of this model carry a state, which cannot go back: no tokens are drafted "
+                "(--speculative-config)."
+            )
+        elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
             self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
             self.scheduler.draft_costs = DraftCosts()
 

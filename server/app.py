@@ -61,6 +61,10 @@ from server.routes import (
     live,
     messages,
     models,
+    ollama,
+    ollama_embed,
+    ollama_models,
+    ollama_several,
     operations,
     playground,
     responses,
@@ -253,12 +257,19 @@ def create_app(
         generate.rendering,
         translate.listing,
         text_embeddings.facts,
+        ollama.router,
+        ollama_embed.router,
+        ollama_models.router,
+        ollama_models.listing if several is None else ollama_several.router,
+        ollama_models.bodies,
     ):
         app.include_router(router)
     if settings.enable_lora_loading is not None:
         app.include_router(adapters.router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map and several is None, key=bool(keys)))
+    else:
+        app.include_router(ollama_models.home)
     return app
 
 
@@ -291,7 +302,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
         "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
         "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
-        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize",
+        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize", "/api/chat", "/api/generate",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
@@ -310,10 +321,12 @@ def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Chec
         (infill, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
+        (ollama, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (cohere, commons.pooling),
         (text_embeddings, commons.pooling),
+        (ollama_embed, commons.pooling),
         (classify, commons.pooling),
         (answer, commons.pooling),
         (entities, commons.pooling),

@@ -156,6 +156,22 @@ def test_results_of_tools_hold_images(api: Api) -> None:
     assert counts[0] == counts[1] + PER_IMAGE
 
 
+def test_ollama(api: Api) -> None:
+    image = picture(44, 20, 6)
+    data = base64.b64encode(file_of(image)).decode()
+    whole = api.chat(shown(image), text("a"))["choices"][0]["message"]["content"]
+    options = {"temperature": 0, "num_predict": 6}
+    messages = [{"role": "user", "content": "a", "images": [data]}]
+    found = api.ask("/api/chat", model="tiny", messages=messages, stream=False, options=options)
+    assert found["message"]["content"] == whole
+    found = api.ask("/api/generate", model="tiny", prompt="a", images=[data], stream=False, options=options)
+    assert found["response"] == whole
+    assert "vision" in api.ask("/api/show", model="tiny")["capabilities"]
+    refused = api.post("/api/generate", model="tiny", prompt="a", images=[data], raw=True)
+    assert refused.status_code == 400
+    assert "images cannot be used with raw" in refused.text
+
+
 def test_tokenize(api: Api) -> None:
     image = picture(30, 30, 4)
     found = api.ask("/tokenize", messages=[{"role": "user", "content": [shown(image), text("x")]}])

@@ -168,7 +168,11 @@ class Decoder(ModelKind):
 
     @property
     def needs(self) -> SequenceNeeds:
-        needs = SequenceNeeds(window=self.model.spec.attention_span, rotary_shifts=self.model.rotary_shifts)
+        needs = SequenceNeeds(
+            window=self.model.spec.attention_span,
+            rotary_shifts=self.model.rotary_shifts,
+            state_size=sum(self.model.spec.state_sizes),
+        )
         if self.images is None:
             return needs
         return replace(needs, crop_work=crop_work(self.model), kept_vectors=self.images.most_vectors)
@@ -191,6 +195,7 @@ class Decoder(ModelKind):
             min_rows=self.min_rows,
             caches=cache.paged(tables),
             slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
+            states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
             sides=buffers.sides.fill(plan.sides, padded),
             images=images,

@@ -72,11 +72,16 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     missing = ["layers of the same weights in a decoder"] if stack.repeated is not None else []
+    if not stack.attentions:
+        missing.append("a decoder without attention")
     for block in stack.blocks:
         if block.bottleneck is not None:
             missing.append("a bottleneck in a decoder")
         if block.mixing is not None:
-            missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.mixing, spec.StateLayer):
+                missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.placement, spec.Pre) or has_encoder:
+                missing.append("a state in layers of another kind")
             continue
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")

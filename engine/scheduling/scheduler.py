@@ -41,6 +41,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
+from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
 
@@ -72,6 +73,7 @@ class Scheduler:
         pool: BlockPool,
         hasher: PageHasher | None = None,
         drafter: Drafter | None = None,
+        states: BlockPool | None = None,
     ):
         self.config = config
         self.pool = pool
@@ -84,7 +86,10 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of service
         self._deadlines = Deadlines()
         self._arrivals = 0
-        self.in_flight = InFlightSteps(pool, config.block_size)
+        self.states: StateSlots | None = None
+        if states is not None:
+            self.states = StateSlots(states, config.block_size, publishes=config.enable_prefix_caching)
+        self.in_flight = InFlightSteps(pool, config.block_size, self.states)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
         self._pools_last = False  # inputs to pool come after all other work in this step; see `_plan_prompts`
         self._last = LastStep()
@@ -93,14 +98,14 @@ class Scheduler:
         self.events: PageEvents | None = None
         self.restores: Restores | None = None
         self._num_restoring = 0
-        self._tables = Tables(pool, self._hasher, config)
+        self._tables = Tables(pool, self._hasher, config, states=self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
         self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
     def record_events(self) -> PageEvents:
         """Begin to collect what the prefix cache gains and loses, before the first request."""
         self.events = self.pool.listener = PageEvents(self._hasher, self.config.block_size)
-        self._tables = Tables(self.pool, self._hasher, self.config, self.events)
+        self._tables = Tables(self.pool, self._hasher, self.config, self.events, self.states)
         return self.events
 
     # ---------------------------------------------------------------- requests in and out
@@ -115,7 +120,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        check_fits(request, self.config, self.pool.total)
+        check_fits(request, self.config, self.pool.total, None if self.states is None else self.states.pool.total)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
@@ -427,7 +432,7 @@ class Scheduler:
             for row in lacking:
                 if not self._reserve(step, group, row.sequence, row.start + row.count):
                     return
-        if rows:
+        if rows and (self.states is None or self._take_states(step, group, rows, self.states)):
             step.take(group, rows)
 
     def _leave_for_drafts(self, step: Step) -> None:
@@ -470,6 +475,18 @@ class Scheduler:
         copy = self._tables.take(sequence, pages, shared)
         if copy is not None:
             step.copies.setdefault(group, []).append(copy)
+        return True
+
+    def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
+        """Give rows the state slots that they write, preempting younger groups if there are too few; False if the group
+        itself was preempted."""
+        least = sum(running.rows for running in self._running)
+        for row in rows:
+            while not states.take(row, least):
+                victim = self._running[-1]
+                self._preempt(step, victim)
+                if victim is group:
+                    return False
         return True
 
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
@@ -517,6 +534,10 @@ class Scheduler:
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
+        if self.states is not None:  # a sequence has a slot, and a second one while it is in a step
+            left = [one for running in self._running for one in running.sequences if len(one.states) == 1]
+            if 2 * group.rows + len(left) > self.states.pool.num_available:
+                return False
         needed = self._tables.pages_needed(group) + self._encoder_cache.pages_needed(step, group)
         return needed <= self.pool.num_available
 
@@ -630,3 +651,5 @@ class Scheduler:
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]
         tables += self.in_flight.set_aside()
         self.pool.check_integrity(tables, self.in_flight.pinned())
+        if self.states is not None:
+            self.states.check([sequence for group in self._groups.values() for sequence in group.sequences])

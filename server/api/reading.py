@@ -73,6 +73,20 @@ class StrictJsonRoute(APIRoute):
         return model
 
 
+class UntypedJsonRoute(StrictJsonRoute):
+    """The same for bodies of any Content-Type. Clients that send JSON as curl does by default call it a form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def untyped(request: Request) -> Response:
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return untyped
+
+
 def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
     """A JSON text as a model.
 

@@ -20,8 +20,11 @@ LIVE_PATH = "/playground/live"
 METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 # What there is to know of the service, without any work of the model: whole paths, and beginnings of paths.
 ABOUT_PATHS = frozenset(
-    {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
-)
+    {
+        "/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json",
+        "/api/tags", "/api/ps", "/api/version",
+    }
+)  # fmt: skip
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"})
 _KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})

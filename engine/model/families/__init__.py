@@ -195,8 +195,8 @@ def _unknown(config: Any) -> UnsupportedModelError:
         why = f": {reasons[0]}"
     elif keeps_state(config):
         why = (
-            ": it keeps a state (recurrent, state-space or hybrid layers), and this project is for transformers, which "
-            "keep keys and values"
+            ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
+            "gated short convolutions"
         )
         instead = "No supported architecture would do in its place."
     elif getattr(config, "text_config", None):

@@ -72,6 +72,7 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
+from engine.model.spec.states import ShortConvolution, StateLayer
 from engine.model.spec.vision import Projector, Shuffled, Vision
 
 __all__ = [
@@ -82,6 +83,6 @@ __all__ = [
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
     "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput",
-    "Shared", "Shuffled", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack",
-    "Tokens", "Versions", "Vision", "WholeProjection", "Xielu",
+    "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated",
+    "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision", "WholeProjection", "Xielu",
 ]  # fmt: skip
