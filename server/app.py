@@ -19,6 +19,7 @@ from engine import EngineInfo, parse_bytes
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
+from server.answering.chat_images import ChatImages
 from server.answering.formats import NONE, Formats, choose_formats, prompted
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
@@ -225,6 +226,7 @@ def create_app(
         drain=drain,
         memory=memory,
         images=None if client.info.signal is None else ImageReading(client.info, settings),
+        chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,

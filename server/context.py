@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
 from engine import EngineDeadError, RequestFailedError
+from engine.images import expand
 from engine.process.client import EngineClient
+from engine.text.pictures import Pictures
 from engine.text.processor import Tokenizer
+from server.answering.chat_images import ChatImages
 from server.answering.fair_slots import FairSlots
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import Prompt, Room
-from server.answering.rendering import ChatRenderer, Rendering
+from server.answering.rendering import ChatRenderer, ImageMarks, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
 from server.batches.store import BatchStore
@@ -135,6 +139,7 @@ class Service:
         answers: the object that reads the model's answers.
         grammars: tries what answers must look like, before the engine is asked.
         images: reads those of requests; None if that is not needed.
+        chat_images: reads those of conversations; None: the model reads none there.
         reading: held while a large body is read, so that memory is needed for one at a time.
         decoding: held while a part of a sound is decoded, which takes the memory of the file several times.
         queueing: held by the background responses that ask for room next; the others wait behind them.
@@ -163,6 +168,7 @@ class Service:
     answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     images: ImageReading | None = None
+    chat_images: ChatImages | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     decoding: FairSlots = field(default_factory=lambda: FairSlots(2))
     queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
@@ -260,12 +266,14 @@ class Service:
         room: Room,
         rendering: Rendering | None = None,
         terms: Terms | None = None,
+        pictures: Pictures | None = None,
     ) -> Prompt:
         """Chat messages as a prompt.
 
         Args:
             rendering: what the template is given besides (default: nothing).
             terms: of a request that the conversation may go on from: its tokens are remembered.
+            pictures: the images in the messages; None: there are none.
 
         Raises:
             ApiError: there is no tokenizer, its chat template takes too much time or memory or refuses these messages,
@@ -277,7 +285,15 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, room, rendering, self.answers.formats, terms)
+        formats, reading = self.answers.formats, self.chat_images
+        if pictures is None or not pictures.images or reading is None:
+            return await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms)
+        images = await reading.read(pictures)
+        token = self.tokenizer.written(reading.vision.token_id)
+        marks = ImageMarks(pictures.mark, token, partial(expand, token=token, images=images, info=reading.vision))
+        prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
+        ids, placed = reading.place(prompt.token_ids, images)
+        return replace(prompt, token_ids=ids, images=tuple(placed))
 
 
 async def get_service(request: Request) -> Service:

@@ -18,6 +18,7 @@ from engine import EngineConfig, ModelLoadError, OctavoError
 from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
 from engine.process.predict import Prediction, predict
+from server.answering.chat_images import ChatImages
 from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
 from server.answering.rendering import ChatRenderer
@@ -427,6 +428,7 @@ class Registry:
             renderer=ChatRenderer(),
             answers=make_reader(tokenizer, settings),
             images=None if client.info.signal is None else ImageReading(client.info, settings),
+            chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
             settings=settings,
             aliases=frozenset(aliases),
             using=served.using,
