@@ -44,7 +44,8 @@ from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.draft_costs import DraftCosts
-from engine.scheduling.drafting import NgramDrafter
+from engine.scheduling.drafting import TextDrafter
+from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
@@ -456,17 +457,19 @@ class Engine:
 
     def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
         """Have tokens drafted, if that is set, or likely to help: where a step waits for memory, a draft costs little.
+        A client's prediction is a reason, too, unless drafts are off by the settings.
 
         Args:
             step_time: limit of a step in seconds, 0 for none. Then nothing depends on the clock unless it is asked for.
         """
+        settings = SpeculativeConfig()
+        own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:
-            settings = parse_speculative(config.speculative_config)
-        else:
-            settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
+            settings, own = parse_speculative(config.speculative_config), True
         if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
-            self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
-            self.scheduler.draft_costs = DraftCosts()
+            earlier = EarlierAnswers() if settings.keeps_answers else None
+            self.scheduler.drafter = TextDrafter(settings.num_speculative_tokens, own=own, earlier=earlier)
+            self.scheduler.draft_costs = DraftCosts() if own else None
 
     def _log_start(self, seconds: float) -> None:
         info = self.info

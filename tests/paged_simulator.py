@@ -211,6 +211,12 @@ class Oracle:
         self._simulator = simulator
         self._answers: dict[str, list[Answer]] = {}
 
+    def serves(self, request: Request) -> bool:
+        return True
+
+    def ended(self, request: Request, sequence: Line) -> None:
+        pass
+
     def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
         assert most > 0
         choice, tokens = sequence.index, sequence.tokens.view()

@@ -1,25 +1,31 @@
-"""Drafts from a sequence's own tokens: what they are, when they are worth their time, and that no answer changes."""
+"""Drafts from known texts: which they are, when they are worth their time, and that no answer changes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.driving import BOTH_DEPTHS, Job, add, finish
-from support.jobs import MIXED, greedy, prompt
+from support.executors import use_torch
+from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.native import needs_native
-from test_drafts import JOBS, check_same
+from test_drafts import JOBS, Oracle, check_same
 
-from engine import ConfigError, Engine, EngineConfig, RequestOutput
+from engine import ConfigError, Engine, EngineConfig, InvalidRequestError, RequestOutput
+from engine.interface.request import Decoding, Request
 from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.scheduling.draft_costs import DraftCosts, DraftGain
-from engine.scheduling.ngram import LONGEST, MOST_CANDIDATES, NGRAM, Drafting, NgramIndex
+from engine.scheduling.earlier_answers import EarlierAnswers
+from engine.scheduling.ngram import LONGEST, MOST_CANDIDATES, NGRAM, Drafting, KnownTexts, NgramIndex
+from engine.scheduling.sequence import Sequence as Line
 
 NGRAMS = '{"method": "ngram"}'
 CIRCLES = greedy(200, allowed_token_ids=[7, 8], logprobs=1)
@@ -154,17 +160,34 @@ def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
     return [answers[str(number)] for number in range(len(jobs))]
 
 
+def predicted(job: Job, answer: RequestOutput) -> Job:
+    """The job with a prediction of its answer in which some tokens are wrong, too many or missing."""
+    tokens = list(answer.outputs[0].token_ids)
+    tokens[4:5] = []
+    tokens[7:7] = [11, 12]
+    tokens[11:12] = [13]
+    return replace(job, params=replace(job.params, predicted_token_ids=tokens))
+
+
 @BOTH_DEPTHS
+@pytest.mark.parametrize("method", ["ngram", "suffix", "prediction"])
 @pytest.mark.parametrize("settings", [{}, {"block_size": 4, "num_gpu_blocks_override": 45}], ids=["roomy", "few pages"])
-def test_no_answer_differs(settings: dict[str, Any], engines: Callable[..., Engine]) -> None:
+def test_no_answer_differs(settings: dict[str, Any], method: str, engines: Callable[..., Engine]) -> None:
     """For everything that can be asked for, and for prompts that repeat themselves."""
     pattern = prompt(5, 6)
     jobs = [*JOBS, *[Job([*pattern, *pattern, *pattern[:3]], job.params) for job in MIXED]]
     plain = outputs(engines(**settings), jobs)
-    one = engines(**settings, speculative_config=NGRAMS)
-    assert one.scheduler.draft_costs is not None
+    if method == "prediction":
+        jobs = [predicted(*pair) for pair in zip(jobs, plain, strict=True)]
+    one = engines(**settings, **({} if method == "prediction" else {"speculative_config": method}))
+    assert (one.scheduler.draft_costs is None) == (method == "prediction")
     one.scheduler.draft_costs = None  # the clock has no say here
-    check_same(outputs(one, jobs), plain)
+    for _ in range(1 + (method == "suffix")):  # the second time, the answers are known
+        before = one.stats()
+        check_same(outputs(one, jobs), plain)
+    if method == "suffix":
+        drafted = one.stats().num_draft_tokens - before.num_draft_tokens
+        assert one.stats().num_accepted_draft_tokens - before.num_accepted_draft_tokens > 0.5 * drafted
     assert 0 < one.stats().num_accepted_draft_tokens < one.stats().num_draft_tokens
     if settings:
         assert one.stats().num_preemptions > 0
@@ -182,6 +205,127 @@ def test_log_probabilities_are_the_same_bits(dtype: str, engines: Callable[..., 
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
         assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
     assert one.stats().num_accepted_draft_tokens > 20
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["native", "torch"])
+def test_a_draft_without_a_number_fails_no_request(by_torch: bool, engines: Callable[..., Engine]) -> None:
+    """The features of a wrong draft token, and of all that follow it, are no numbers."""
+    one = engines()
+    if by_torch:
+        use_torch(one.runner.model)
+    jobs = [Job(prompt(number, 9), sampled(number, 24, allowed_token_ids=range(50), logprobs=1)) for number in range(3)]
+    plain = outputs(one, jobs)
+    bad = 200
+    with torch.inference_mode():
+        one.runner.model.decoder.embedding.tokens[bad] = torch.nan  # not the head's
+
+    class Wrong(Oracle):
+        def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
+            right, rate = super().propose(request, sequence, most)
+            return [*right[:1], bad, *right[1:]], rate
+
+    one.scheduler.drafter = Wrong(plain, right=3, wrong=0)
+    found = outputs(one, jobs)
+    check_same(found, plain)
+    assert one.stats().drafted_at[1:4] != (0, 0, 0)
+    assert one.stats().accepted_at[0] > 10
+    assert sum(one.stats().accepted_at[1:]) == 0
+
+
+@pytest.mark.parametrize("changed", [None, 5], ids=["right", "one token differs"])
+def test_a_prediction_gives_drafts_from_the_first_token_on(changed: int | None, engines: Callable[..., Engine]) -> None:
+    """Also where nothing else is drafted, and after a token that differs. Other requests have no drafts."""
+    one = engines()
+    jobs = [Job(prompt(1, 9), sampled(5, 26)), Job(prompt(2, 9), greedy(26))]
+    plain = outputs(one, jobs)
+    tokens = list(plain[0].outputs[0].token_ids)
+    if changed is not None:
+        tokens[changed] = (tokens[changed] + 1) % VOCAB
+    params = replace(jobs[0].params, predicted_token_ids=tokens)
+    steps = one.stats().num_steps
+    check_same(outputs(one, [replace(jobs[0], params=params), jobs[1]]), plain)
+    assert one.stats().num_steps - steps == 26
+    steps, before = one.stats().num_steps, one.stats().num_draft_tokens
+    check_same(outputs(one, [replace(jobs[0], params=params)]), plain[:1])
+    assert one.stats().num_steps - steps == 1 + (3 if changed is None else 4)  # 9 tokens in each, the first apart
+    assert one.stats().num_draft_tokens > before
+    with pytest.raises(InvalidRequestError, match="predicted_token_ids"):
+        one.add_request("x", [1, 2], greedy(5, predicted_token_ids=[VOCAB]))
+
+
+def test_requests_have_their_own_counts_of_drafts(engines: Callable[..., Engine]) -> None:
+    """The news of a request count its drafts, and the statistics those of all by their positions."""
+    one = engines(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    one.scheduler.draft_costs = None
+    add(one, "circles", Job(prompt(1, 9), CIRCLES))
+    add(one, "beams", Job(prompt(1, 9), beams(2, 30)))
+    counts = {"circles": (0, 0), "beams": (0, 0)}
+    while one.has_unfinished_requests():
+        for delta in one.step_deltas():
+            drafted, accepted = counts[delta.request_id]
+            counts[delta.request_id] = drafted + delta.num_draft_tokens, accepted + delta.num_accepted_draft_tokens
+    stats = one.stats()
+    assert counts == {"circles": (stats.num_draft_tokens, stats.num_accepted_draft_tokens), "beams": (0, 0)}
+    assert (sum(stats.drafted_at), sum(stats.accepted_at)) == counts["circles"]
+    assert len(stats.drafted_at) == 3
+    assert list(stats.accepted_at) == sorted(stats.accepted_at, reverse=True)
+
+
+def test_earlier_answers_are_drafts_within_a_scope(engines: Callable[..., Engine]) -> None:
+    """Of the same tenant and salt, and only if answers are kept."""
+    job = Job(prompt(1, 9), sampled(5, 30))
+    one = engines(speculative_config="suffix")
+    one.scheduler.draft_costs = None
+    (plain,) = outputs(one, [job])
+    used = [one.stats().num_steps]
+    options: list[dict[str, Any]] = [{}, {"tenant": "a"}, {"cache_salt": "b"}, {"tenant": "a"}]
+    for terms in options:
+        before = one.stats().num_steps
+        check_same(outputs(one, [replace(job, options=terms)]), [plain])
+        used.append(one.stats().num_steps - before)
+    assert used[0] == used[2] == used[3] == 30
+    assert used[1] == used[4] < 10
+    other = engines(speculative_config={"method": "suffix", "suffix_decoding_max_cached_requests": 0})
+    other.scheduler.draft_costs = None
+    for _ in range(2):
+        check_same(outputs(other, [job]), [plain])
+    assert other.stats().num_steps == 60
+
+
+def test_memory_for_earlier_answers_is_bounded() -> None:
+    """The scope that was used longest ago is forgotten, and the beginning of a scope that is too large."""
+    answers = EarlierAnswers(most_tokens=400)
+    asked = [Request(request_id="r", prompt_token_ids=(1,), decoding=Decoding(max_tokens=1), tenant=t) for t in "abc"]
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 10**5, 60).astype(np.int32) for _ in range(12)]
+    for text in texts[:6]:
+        answers.add(asked[0], text)
+    kept = answers.of(asked[0])
+    assert kept is not None
+    assert len(kept) <= 200
+    assert not list(kept.occurrences(texts[0][:20]))
+    (found,) = kept.occurrences(texts[5][:20])
+    assert found[0][found[1]] == texts[5][20]
+    for text in texts[6:9]:
+        answers.add(asked[1], text)
+        answers.add(asked[2], text)
+    assert answers.num_tokens <= 400
+    assert answers.of(asked[0]) is None
+    assert answers.of(asked[1]) is not None
+    answers.add(asked[1], texts[9][:2])
+    assert list(answers.of(asked[2]).occurrences(texts[8][:9]))  # type: ignore[union-attr]
+
+
+def test_occurrences_vote() -> None:
+    """Of equally long ones, most decide, and drafts end where they do not agree or a text ends."""
+    texts = KnownTexts()
+    for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [8, 1, 2, 3, 9]):
+        texts.add(np.array(text, dtype=np.int32))
+    tokens = np.array([50, 1, 2, 3], dtype=np.int32)
+    assert Drafting(earlier=texts, votes=True).guess(tokens, 9)[0] == [4]
+    assert Drafting(earlier=texts).guess(tokens, 9)[0] == [9]
+    longer = np.array([8, 1, 2, 3], dtype=np.int32)
+    assert Drafting(earlier=texts, votes=True).guess(longer, 9)[0] == [9]
 
 
 def test_an_answer_that_repeats_itself_takes_fewer_steps(engines: Callable[..., Engine]) -> None:
@@ -222,6 +366,7 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
         ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, off, got '2024-01-01'"),
         ({"draft": "x"}, "has no field 'draft'; there are method, num_speculative_tokens"),
+        ({"suffix_decoding_max_cached_requests": "all"}, "must be an integer, got 'all'"),
         ("n-gram", "must be ngram, suffix, off or a JSON object, got 'n-gram'"),
         ("OFF", "must be ngram, suffix, off or a JSON object, got 'OFF'"),
         ("5", "must be ngram, suffix, off or a JSON object, got '5'"),
@@ -253,4 +398,8 @@ def test_vllms_fields_are_accepted() -> None:
 )
 def test_servers_on_a_cpu_draft(settings: dict[str, Any], drafts: bool, engines: Callable[..., Engine]) -> None:
     """Not where nothing is to depend on the clock, unless it is asked for."""
-    assert (engines(**settings).scheduler.drafter is not None) == drafts
+    drafter = engines(**settings).scheduler.drafter
+    request = Request(request_id="r", prompt_token_ids=(1,), decoding=Decoding(max_tokens=1))
+    assert (drafter is not None and drafter.serves(request)) == drafts
+    predicting = replace(request, decoding=Decoding(max_tokens=1, prediction=(1, 2)))
+    assert (drafter is not None and drafter.serves(predicting)) == (settings.get("speculative_config") != "off")

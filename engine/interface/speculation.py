@@ -18,13 +18,22 @@ class SpeculativeConfig:
     """How tokens are drafted.
 
     Attributes:
-        method: ngram or suffix: what followed the longest earlier occurrence of the last tokens, in the prompt or the
-            answer. off: nothing.
+        method: ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the
+            answer. suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally
+            long occurrences vote on each token. off: nothing.
         num_speculative_tokens: the most drafts of a sequence in a step.
+        suffix_decoding_max_cached_requests: 0: earlier answers are not kept. Otherwise as many are kept as there is
+            room for.
     """
 
     method: Literal["ngram", "suffix", "off"] = "ngram"
     num_speculative_tokens: int = 8
+    suffix_decoding_max_cached_requests: int = -1
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Earlier answers are a source of drafts."""
+        return self.method == "suffix" and self.suffix_decoding_max_cached_requests != 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -34,10 +43,16 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{NAME}: num_speculative_tokens must be an integer from 1 to {MOST_DRAFTS}, got {number!r}."
             )
+        kept = self.suffix_decoding_max_cached_requests
+        if isinstance(kept, bool) or not isinstance(kept, int):
+            raise ConfigError(f"{NAME}: suffix_decoding_max_cached_requests must be an integer, got {kept!r}.")
 
 
-_WITHOUT_EFFECT = ("prompt_lookup_min", "prompt_lookup_max")
-"""vLLM's fields that change no answer: Octavo always looks for the longest match."""
+_WITHOUT_EFFECT = (
+    "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)  # fmt: skip
+"""vLLM's fields that change no answer: Octavo always looks for the longest match, and learns how sure it is."""
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:

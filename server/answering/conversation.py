@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from engine import CHAT_ROOM, room_for_answer
+from server.admission import estimate_tokens
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -13,6 +14,7 @@ from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.parsed_chat import ParsedChatPieces
 from server.answering.parsing import Parsing
 from server.answering.pieces import Choice
+from server.answering.prediction import encode_prediction, read_prediction
 from server.answering.prompt import MAX_TOKENIZED, Prompt, Room
 from server.answering.reading import Ignored
 from server.answering.rendering import Rendering, read_rendering
@@ -42,6 +44,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     Attributes:
         ignored: names of what the request held in the endpoint's own shape, and the chat request does not.
+        prediction: a text that the answer is expected to repeat.
         lowered: the prompt leaves less room than max_tokens; the answer gets what there is.
     """
 
@@ -51,6 +54,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
+    prediction: str | None = field(default=None, kw_only=True)
     ignored: Ignored = field(default_factory=set, kw_only=True)
     parsing: Parsing | None = None
     lowered: bool = False
@@ -73,10 +77,16 @@ class ConversationRun(Run[ChatPiece, Choice]):
         messages = read_messages(body.messages)
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         rendering = read_rendering(body, tools)
-        return cls(service, body, shape, arrival, messages=messages, rendering=rendering, tools=tools, **more)
+        prediction = read_prediction(body.prediction)
+        return cls(
+            service, body, shape, arrival, messages=messages, rendering=rendering, tools=tools, prediction=prediction,
+            **more,
+        )  # fmt: skip
 
     def size(self) -> tuple[int, int]:
         tokens = estimate_messages(self.messages) + self.rendering.num_tokens
+        if self.prediction:
+            tokens += estimate_tokens(self.prediction)
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
@@ -86,6 +96,9 @@ class ConversationRun(Run[ChatPiece, Choice]):
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
         prompt = await self.service.render(self.messages, room, self.rendering, self.terms)
+        if self.prediction and self.service.tokenizer is not None:
+            ids = await encode_prediction(self.service.tokenizer, self.prediction, longest)
+            self.shape = replace(self.shape, params=replace(self.shape.params, predicted_token_ids=ids))
         if truncation is not None:
             prompt = replace(prompt, token_ids=truncation.ids(prompt.token_ids))
         final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
