@@ -121,9 +121,9 @@ class Ours:
         return time.perf_counter() - began, [list(answer.outputs[0].token_ids) for answer in answers]
 
     def run_wrong(self, count: int, tokens: int, drafts: bool) -> Answer:
-        """Answer requests whose drafts are hardly ever right: each token is one of six, drawn by a random model, so that
-        all n-grams have occurred, and the prediction has other tokens."""
-        shared = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+        """Answer requests whose drafts are hardly ever right: each token is one of six, drawn about evenly, so that all
+        n-grams have occurred, and the prediction has other tokens."""
+        shared = {"temperature": 100.0, "max_tokens": tokens, "ignore_eos": True}
         wrong = [2000 + number % 50 for number in range(tokens)] if drafts else None
         sampling = [
             SamplingParams(seed=n, allowed_token_ids=FEW_TOKENS, predicted_token_ids=wrong, **shared)
