@@ -16,6 +16,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.execution.draft_model import DraftModel
 from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
@@ -92,11 +93,16 @@ class Engine:
         check_files(config.catalogues)
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is known at once
         try:
-            self.executor: Executor = _start(config, read)
+            self._draft_model = _start_draft_model(config, read)
+            self.executor: Executor = _start(
+                config, read, 0 if self._draft_model is None else self._draft_model.page_bytes
+            )
             try:
                 self._prepare(config, read)
             except BaseException:  # a runner in a process of its own would stay
                 self.executor.close()
+                if self._draft_model is not None:
+                    self._draft_model.close()
                 raise
         except BaseException:
             if self._publisher is not None:
@@ -439,6 +445,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if a page leaked or is counted wrongly."""
         self.scheduler.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
 
     def close(self) -> None:
         """Free the model and the pages. The engine cannot be used afterwards."""
@@ -453,6 +461,8 @@ class Engine:
                 self.reset_prefix_cache()
                 self._publisher.close()
             self.executor.close()
+            if self._draft_model is not None:
+                self._draft_model.close()
             del self.executor, self._stepping
 
     def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
@@ -466,7 +476,14 @@ class Engine:
         own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:
             settings, own = parse_speculative(config.speculative_config), True
-        if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
+        if self._draft_model is not None:
+            info = self.executor.facts.info
+            self._draft_model.join(info)
+            if not config.skip_tokenizer_init:
+                own = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
+                self._draft_model.check_tokens(info, _load_tokenizer(config, info), own)
+            self.scheduler.drafter, self.scheduler.draft_costs = self._draft_model, DraftCosts()
+        elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
             earlier = EarlierAnswers() if settings.keeps_answers else None
             self.scheduler.drafter = TextDrafter(settings.num_speculative_tokens, own=own, earlier=earlier)
             self.scheduler.draft_costs = DraftCosts() if own else None
@@ -507,9 +524,14 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(events, topic, config.block_size)
 
 
-def _start(config: EngineConfig, read: ConfigReader) -> Executor:
+def _start_draft_model(config: EngineConfig, read: ConfigReader) -> DraftModel | None:
+    settings = None if config.speculative_config is None else parse_speculative(config.speculative_config)
+    return DraftModel(config, settings, read) if settings is not None and settings.method == "draft_model" else None
+
+
+def _start(config: EngineConfig, read: ConfigReader, beside: int) -> Executor:
     if config.distributed_executor_backend == "uni":
-        return start(config, read)
+        return start(config, read, beside=beside)
     from engine.process.runner import ProcessExecutor  # needs more packages than an engine in one process
 
     return ProcessExecutor(config)

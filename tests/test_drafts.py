@@ -38,6 +38,9 @@ class Oracle:
         self._right, self._wrong = right, wrong
         self.asked = 0
 
+    def prepare(self, wanted: Any, gain: Any) -> bool:
+        return False
+
     def serves(self, request: Request) -> bool:
         return True
 

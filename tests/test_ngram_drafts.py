@@ -13,22 +13,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.adapters import LLAMA, make_adapter
+from support.checkpoints import Checkpoint
 from support.driving import BOTH_DEPTHS, Job, add, finish
 from support.executors import use_torch
-from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
+from support.jobs import CHECKPOINT, MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.native import needs_native
 from test_drafts import JOBS, Oracle, check_same
 
-from engine import ConfigError, Engine, EngineConfig, InvalidRequestError, RequestOutput
+from engine import ConfigError, Engine, EngineConfig, InvalidRequestError, ModelLoadError, RequestOutput
 from engine.interface.request import Decoding, Request
 from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.ngram import LONGEST, MOST_CANDIDATES, NGRAM, Drafting, KnownTexts, NgramIndex
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import Sequence as Line
 
 NGRAMS = '{"method": "ngram"}'
+OTHER = "gpt2-untied"  # has another vocabulary
 CIRCLES = greedy(200, allowed_token_ids=[7, 8], logprobs=1)
+
+
+LIMITED = [
+    Job(prompt(5, 12), greedy(24, allowed_token_ids=range(40, 60), logprobs=2)),
+    Job(prompt(6, 12), sampled(3, 24, allowed_token_ids=range(9), dry_multiplier=0.8, dry_sequence_breakers=[])),
+]
 
 
 def naive(tokens: list[int]) -> tuple[int, int]:
@@ -167,6 +177,167 @@ def predicted(job: Job, answer: RequestOutput) -> Job:
     tokens[7:7] = [11, 12]
     tokens[11:12] = [13]
     return replace(job, params=replace(job.params, predicted_token_ids=tokens))
+
+
+def drafting_by(path: str, **settings: Any) -> dict[str, Any]:
+    """The settings of an engine that drafts with this model."""
+    return settings | {"speculative_config": {"method": "draft_model", "model": path}}
+
+
+def disturbed(engine: Engine, noise: float) -> Engine:
+    """The engine, whose draft model is right less often."""
+    model = engine._draft_model._executor.runner.model  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator),
+                    alpha=noise * float(parameter.square().mean().sqrt()),
+                )
+    return engine
+
+
+@BOTH_DEPTHS
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 16},
+        {"block_size": 4, "num_gpu_blocks_override": 45},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=["roomy", "chunks", "few pages", "int8"],
+)
+def test_no_answer_differs_with_a_draft_model(
+    settings: dict[str, Any], engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Whatever can be asked for. The second time, prompts are found in both models' pages."""
+    path = str(checkpoint(CHECKPOINT).path)
+    jobs = [*JOBS, *LIMITED]
+    plain = outputs(engines(**settings), jobs)
+    one = disturbed(engines(**drafting_by(path, **settings)), 0.05)
+    one.scheduler.draft_costs = None
+    for _ in range(2):
+        before = one.stats()
+        check_same(outputs(one, jobs), plain)
+        drafted = one.stats().num_draft_tokens - before.num_draft_tokens
+        accepted = one.stats().num_accepted_draft_tokens - before.num_accepted_draft_tokens
+        assert 0 < accepted < drafted
+    if "num_gpu_blocks_override" in settings:
+        assert one.stats().num_preemptions > 0
+    else:
+        assert accepted > 40
+
+
+def test_a_draft_model_draws_with_the_same_numbers(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """At a temperature of 1, an equal model is always right, and a similar one more often than by chance."""
+    path = str(checkpoint(CHECKPOINT).path)
+    jobs = [Job(prompt(number, 9 + 10 * number), sampled(number, 28, n=2)) for number in range(3)]
+    plain = outputs(engines(), jobs)
+    one = engines(**drafting_by(path))
+    one.scheduler.draft_costs = None
+    check_same(outputs(one, jobs), plain)
+    stats = one.stats()
+    assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 6 * 24
+    assert stats.num_steps <= 6
+    disturbed(one, 0.02)
+    check_same(outputs(one, jobs), plain)
+    drafted = one.stats().num_draft_tokens - stats.num_draft_tokens
+    accepted = one.stats().num_accepted_draft_tokens - stats.num_accepted_draft_tokens
+    assert 0.3 * drafted < accepted < drafted
+
+
+def test_a_draft_model_catches_up_with_a_long_prompt(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """In parts, beside steps that go on without drafts; a prefix that it knows it does not read again."""
+    path = str(checkpoint(CHECKPOINT).path)
+    long = [*prompt(1, 300), *prompt(2, 300)]
+    one = engines(**drafting_by(path))
+    one.scheduler.draft_costs = None
+    runner = one._draft_model._executor.runner  # type: ignore[union-attr]
+    sizes: list[int] = []
+    launch = runner.launch
+
+    def spy(plan: StepPlan) -> Any:
+        sizes.append(plan.num_tokens)
+        return launch(plan)
+
+    runner.launch = spy
+    (plain,) = outputs(engines(), [Job(long, greedy(30))])
+    for read in ([256, 256], []):
+        sizes.clear()
+        check_same(outputs(one, [Job(long, greedy(30))]), [plain])
+        assert [size for size in sizes if size > 100] == read
+    assert one.stats().num_accepted_draft_tokens > 30
+
+
+def test_a_draft_model_that_fails_fails_no_request(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engines(**drafting_by(str(checkpoint(CHECKPOINT).path)))
+    one.scheduler.draft_costs = None
+    runner = one._draft_model._executor.runner  # type: ignore[union-attr]
+    jobs = [Job(prompt(1, 9), greedy(40)), Job(prompt(2, 9), sampled(5, 40))]
+    plain = outputs(engines(), jobs)
+    launch, calls = runner.launch, []
+
+    def broken(plan: StepPlan) -> Any:
+        calls.append(plan)
+        if len(calls) == 12:
+            raise MemoryError("made by the test")
+        return launch(plan)
+
+    runner.launch = broken
+    check_same(outputs(one, jobs), plain)
+    assert len(calls) == 12
+    assert 0 < one.stats().num_accepted_draft_tokens < 40
+    assert "the draft model failed" in caplog.text
+
+
+def test_a_draft_model_reads_no_adapter(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """A request with an adapter has the drafts of the base model, and its own answer."""
+    made = checkpoint(CHECKPOINT)
+    adapter, _ = make_adapter(made.model, LLAMA, 3, gain=0.1)
+    jobs = [Job(prompt(1, 9), greedy(40, logprobs=1), {"adapter": name}) for name in ("a", None)]
+    found = []
+    for settings in ({"max_loras": 1}, drafting_by(str(made.path), max_loras=1)):
+        one = engines(**settings)
+        one.scheduler.draft_costs = None
+        one.load_adapter("a", adapter)
+        found.append(outputs(one, jobs))
+    assert found[0][0].outputs[0].token_ids != found[0][1].outputs[0].token_ids
+    check_same(found[1], found[0])
+    assert 40 < one.stats().num_accepted_draft_tokens < one.stats().num_draft_tokens
+
+
+def test_draft_models_that_do_not_fit_are_named(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    path = str(checkpoint(CHECKPOINT).path)
+    with pytest.raises(ConfigError, match=r"the vocabularies must match, but .* has \d+ tokens and the draft model"):
+        engines(**drafting_by(str(checkpoint(OTHER).path)))
+    with pytest.raises(ConfigError, match="needs distributed_executor_backend uni, got 'mp'"):
+        engines(**drafting_by(path, distributed_executor_backend="mp"))
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        engines(**drafting_by("/nowhere"))
+
+
+def test_pages_of_a_draft_model_are_part_of_the_plan(
+    engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Both models' pages fit into `kv_cache_memory`."""
+    path = str(checkpoint(CHECKPOINT).path)
+    memory = {"kv_cache_memory": 1 << 20, "num_gpu_blocks_override": None}
+    alone, both = engines(**memory), engines(**drafting_by(path, **memory))
+    assert both.info.num_blocks == alone.info.num_blocks // 2
+    assert both._draft_model is not None
+    assert both._draft_model._pool.total == both.info.num_blocks
 
 
 @BOTH_DEPTHS
@@ -362,10 +533,14 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ('{"method": "eagle3"}', "method must be one of ngram, suffix, off, got 'eagle3'"),
+        ('{"method": "eagle3"}', "method must be one of ngram, suffix, draft_model, off, got 'eagle3'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
-        ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, off, got '2024-01-01'"),
-        ({"draft": "x"}, "has no field 'draft'; there are method, num_speculative_tokens"),
+        ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, draft_model, off, got '2024-01-01'"),
+        ({"draft": "x"}, "has no field 'draft'; there are method, model, num_speculative_tokens"),
+        ({"method": "draft_model"}, "model names the draft model of the method draft_model, got method"),
+        ({"method": "ngram", "model": "x"}, "got method 'ngram' and model 'x'"),
+        ({"model": 5}, "must be a folder, a file or a hub id, got 5"),
+        ("draft_model", "must be ngram, suffix, off or a JSON object, got 'draft_model'"),
         ({"suffix_decoding_max_cached_requests": "all"}, "must be an integer, got 'all'"),
         ("n-gram", "must be ngram, suffix, off or a JSON object, got 'n-gram'"),
         ("OFF", "must be ngram, suffix, off or a JSON object, got 'OFF'"),

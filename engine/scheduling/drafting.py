@@ -18,13 +18,24 @@ from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.ngram import Drafting, NgramIndex, Prediction
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
-
 # Drafts that are right less often are left out, where costs have no say, too.
 _HOPELESS = 0.1
 
 
+Wanted = tuple[SequenceGroup, Sequence, int]
+"""A sequence that may have so many drafts."""
+
+
 class Drafter(Protocol):
     """The source of expected tokens: a small model, or known texts."""
+
+    def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
+        """Find the drafts of all sequences that a step may draft for; whether that took time that does not depend on
+        their number.
+
+        Args:
+            gain: of the step. It is the caller's own copy.
+        """
 
     def serves(self, request: Request) -> bool:
         """It may have drafts for the answers to this request."""
@@ -59,6 +70,10 @@ class TextDrafter:
     def serves(self, request: Request) -> bool:
         """Each request has its own tokens."""
         return self._own or bool(request.decoding.prediction)
+
+    def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
+        """Known texts need no preparation."""
+        return False
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """The tokens that followed the longest earlier occurrence of the last tokens."""

@@ -27,7 +27,7 @@ from engine.scheduling.batch import LastStep, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain, DraftPlaces
-from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
+from engine.scheduling.drafting import Drafter, Wanted, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
@@ -197,6 +197,8 @@ class Scheduler:
         if self.drafting or (self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)):
             step.limit = limit() if callable(limit) else limit
             self._leave_for_drafts(step)
+            if self.drafting:
+                self._prepare_drafts(step)
         chunked = []
         for group in list(self._running):
             if group.status is not Status.RUNNING or (
@@ -406,6 +408,24 @@ class Scheduler:
         step.gain = DraftGain(self.draft_costs, rows)
         sequences = [sequence for group in self._running for sequence in group.sequences]
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
+
+    def _prepare_drafts(self, step: Step) -> None:
+        """Let the drafter find drafts for all sequences that may have some."""
+        wanted: list[Wanted] = []
+        for group in self._running:
+            if not (group.started and group.beam is None and group.fork_point is None and self._drafts_for(group)):
+                continue
+            if step.ahead and not group.may_run_ahead(drafting=True):
+                continue
+            if any(count != 1 for _, count in group.work()):
+                continue
+            for sequence in group.sequences:
+                most = min(step.num_drafts, group.request.decoding.max_tokens - 1 - sequence.num_output)
+                if most > 0:
+                    wanted.append((group, sequence, most))
+        assert self.drafter is not None
+        if self.drafter.prepare(wanted, DraftGain(self.draft_costs, sum(group.rows for group in self._running))):
+            self.drafting = False  # the time of this step says nothing of the cost of a draft
 
     def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:
         """The rows of a decoding group with drafts, if there is room: no running request gives up anything for them."""
