@@ -90,7 +90,7 @@ WORK: dict[str, tuple[str, ...]] = {
 }
 
 
-WRONG = "wrong drafts"  # sampled from a few tokens, with a prediction that is never right
+WRONG = "wrong drafts"  # drawn from a few tokens, with a prediction that is never right
 FEW_TOKENS = range(1000, 1006)
 
 Answer = tuple[float, list[list[int]]]  # seconds of decoding, tokens of each answer
@@ -121,12 +121,11 @@ class Ours:
         return time.perf_counter() - began, [list(answer.outputs[0].token_ids) for answer in answers]
 
     def run_wrong(self, count: int, tokens: int, drafts: bool) -> Answer:
-        """Answer requests whose drafts are hardly ever right: each token is one of six, drawn about evenly, so that all
-        n-grams have occurred, and the prediction has other tokens."""
-        shared = {"temperature": 100.0, "max_tokens": tokens, "ignore_eos": True}
+        """Answer requests whose drafts are never right: the answers have six tokens, the prediction has others."""
+        shared = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
         wrong = [2000 + number % 50 for number in range(tokens)] if drafts else None
         sampling = [
-            SamplingParams(seed=n, allowed_token_ids=FEW_TOKENS, predicted_token_ids=wrong, **shared)
+            SamplingParams(seed=n, logit_bias=dict.fromkeys(FEW_TOKENS, 100.0), predicted_token_ids=wrong, **shared)
             for n in range(count)
         ]
         prompts = [[FEW_TOKENS[(place * place + n) % 6] for place in range(300)] for n in range(count)]

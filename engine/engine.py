@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import EngineConfig
+from engine.disk.opening import check_kv_disk, open_store
+from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import Executor, LocalExecutor
@@ -42,7 +44,7 @@ from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.interface.speech import timed
 from engine.model.adapters import Adapter
 from engine.model.checkpoint import ConfigReader, read_config
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.draft_costs import DraftCosts
 from engine.scheduling.drafting import TextDrafter
@@ -91,6 +93,8 @@ class Engine:
         started = time.monotonic()
         self.config = config
         check_files(config.catalogues)
+        check_kv_disk(config)
+        self._disk: DiskTier | None = None
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is known at once
         try:
             self._draft_model = _start_draft_model(config, read)
@@ -117,7 +121,9 @@ class Engine:
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
-        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
+        opened = open_store(config, self.executor)
+        hasher = None if opened is None else PageHasher(opened[0].hash_key)
+        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
                 raise ConfigError(
@@ -127,6 +133,8 @@ class Engine:
             self.scheduler.record_events()
             self._publisher.start("GPU" if device.type == "cuda" else "CPU")
             self._publish_events()
+        if opened is not None:
+            self._disk = DiskTier(*opened, self.scheduler)
         # On a GPU a step of one token a row is recorded, and takes less time than one that checks some more.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
@@ -417,7 +425,14 @@ class Engine:
         self._publish_events()
         return done
 
+    def keep_pages(self) -> None:
+        """Write the pages that the disk lacks, if it keeps any; any thread may call this before the process ends."""
+        if self._disk is not None:
+            self._disk.flush()
+
     def _advance(self) -> list[RequestDelta]:
+        if self._disk is not None:
+            self._disk.turn()
         deltas = self._stepping.advance()
         if self._publisher is not None:
             self._publish_events()
@@ -434,6 +449,8 @@ class Engine:
         if self._publisher is not None:
             stats.num_kv_event_messages = self._publisher.num_messages
             stats.num_kv_event_drops = self._publisher.num_dropped
+        if self._disk is not None:
+            self._disk.count(stats)
         if any(True for _ in self._adapters):
             stats.running_adapters, stats.waiting_adapters = self.scheduler.adapters_in_use()
         return stats
@@ -457,6 +474,8 @@ class Engine:
         self._outputs.clear()
         if not self._closed:
             self._closed = True
+            if self._disk is not None:
+                self._disk.close()
             if self._publisher is not None:
                 self.reset_prefix_cache()
                 self._publisher.close()

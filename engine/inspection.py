@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.attention.formats import format_name
 from engine.backends.attention.selection import select
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_bytes
+from engine.disk.opening import check_kv_disk, kv_folder
+from engine.disk.store import used_bytes
 from engine.execution.gpu_choice import GpuFacts, look_at
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
@@ -135,6 +138,22 @@ class CacheFacts:
     folder: Path | None
     entries: int = 0
     size: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFacts:
+    """The folder that keeps pages of the KV cache.
+
+    Attributes:
+        limit, used, free: bytes that pages may take and take, and that the disk has left.
+        problem: why none can be kept there; "" if they can.
+    """
+
+    folder: Path
+    limit: int
+    used: int
+    free: int
     problem: str = ""
 
 
@@ -311,6 +330,27 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
     except OSError as error:
         problem = str(error)
     return CacheFacts(folder=folder, entries=len(sizes), size=sum(sizes), problem=problem)
+
+
+def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
+    """The folder that keeps pages; it is not made.
+
+    Raises:
+        ConfigError: other settings contradict it.
+    """
+    assert config.kv_disk is not None
+    check_kv_disk(config)
+    folder, limit = kv_folder(config.kv_disk), parse_bytes(config.kv_disk_size, "kv_disk_size")
+    problem, used, free = "", 0, 0
+    try:
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            problem = f"{place} cannot be written to"
+        else:
+            used, free = used_bytes(folder), shutil.disk_usage(place).free
+    except OSError as error:
+        problem = str(error)
+    return DiskFacts(folder=folder, limit=limit, used=used, free=free, problem=problem)
 
 
 def inspect_socket_folder() -> Path:

@@ -279,13 +279,15 @@ def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name"), [("gemma3n_text", "Gemma3nForCausalLM"), ("gemma4_text", "Gemma4ForCausalLM")]
+    ("model_type", "name", "why"),
+    [
+        ("doge", "DogeForCausalLM", "each value adds a learned number to the scores of its token"),
+        ("jetmoe", "JetMoeForCausalLM", "heads of attention are experts that each token chooses"),
+    ],
 )
-def test_a_refusal_says_what_no_part_expresses(model_type: str, name: str) -> None:
+def test_a_refusal_says_what_no_part_expresses(model_type: str, name: str, why: str) -> None:
     message = refusal(of_type(model_type, name))
-    assert message.startswith(f"The architecture {name!r} is not supported: ")
-    assert "layers read vectors of their own for each token" in message
-    assert re.search(r"\. The nearest, \w+ForCausalLM, would not do as it is: it knows no setting ", message)
+    assert message.startswith(f"The architecture {name!r} is not supported: {why}. The nearest, ")
 
 
 @pytest.mark.parametrize(
@@ -343,8 +345,9 @@ def test_a_hybrid_family_without_a_layer_that_keeps_a_state_is_refused_as_any_ot
 
 
 def test_a_multimodal_model_says_whether_its_language_part_would_do() -> None:
-    text = "The architecture 'FuyuForCausalLM' is not supported: it takes more than text. Its language part is not "
-    assert refusal(of_type("fuyu", "FuyuForCausalLM")) == f"{text}supported either."
+    name = "MllamaForConditionalGeneration"
+    text = f"The architecture {name!r} is not supported: it takes more than text. Its language part is not "
+    assert refusal(of_type("mllama", name)) == f"{text}supported either."
     config = of_type("fuyu", "FuyuForCausalLM", text_config={"model_type": "llama"})
     assert refusal(config).endswith(" A checkpoint of its language part alone (LlamaForCausalLM) would do.")
 

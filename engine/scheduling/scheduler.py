@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineStats, RequestDelta
@@ -24,7 +26,7 @@ from engine.scheduling.apply import (
     take_prompt_logprobs,
 )
 from engine.scheduling.batch import LastStep, build_plan
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain, DraftPlaces
 from engine.scheduling.drafting import Drafter, Wanted, drafts_of, forced_drafts
@@ -41,6 +43,13 @@ from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
 
 
+class Restores(Protocol):
+    """Brings back pages that were kept elsewhere (`engine.disk.tier`)."""
+
+    def begin(self, group: SequenceGroup, hashes: Seq[PageHash], seen: int | None) -> bool:
+        """Whether a group waits for pages from now on, until `Scheduler.restored`; see `BlockPool.match`."""
+
+
 class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
@@ -50,6 +59,7 @@ class Scheduler:
         drafting: the drafter served a request that ran when the last step was planned.
         drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
         events: what the prefix cache gains and loses, if that is to be told (`record_events`).
+        restores: is asked for pages of each new prompt that are in no memory; None: there are none.
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
@@ -82,6 +92,8 @@ class Scheduler:
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
         self.events: PageEvents | None = None
+        self.restores: Restores | None = None
+        self._num_restoring = 0
         self._tables = Tables(pool, self._hasher, config)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
 
@@ -116,7 +128,27 @@ class Scheduler:
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
-        self._waiting.push(group)
+        restores = self.restores
+        if restores is not None and restores.begin(group, self._tables.hashes(group), self.config.seen_pages):
+            group.status = Status.RESTORING
+            self._num_restoring += 1
+        else:
+            self._waiting.push(group)
+
+    def publish_restored(self, group: SequenceGroup, places: Seq[int], pages: Seq[int]) -> None:
+        """Let prompts find pages that were brought back for a group's tokens, at these places in ascending order."""
+        self._tables.publish_restored(group, places, pages)
+
+    def restored(self, group: SequenceGroup) -> None:
+        """All pages that there are for a group have come: it waits for its turn, unless it has ended."""
+        if group.status is Status.RESTORING:
+            self._num_restoring -= 1
+            self._waiting.push(group)
+
+    @property
+    def only_restores(self) -> bool:
+        """All unfinished requests wait for pages from elsewhere, and there are some."""
+        return 0 < self._num_restoring == len(self._groups)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one of its answers, without a further delta; False if it is not known."""
@@ -586,6 +618,8 @@ class Scheduler:
             self._give_up(group)
         elif group.status is Status.WAITING:
             self._waiting.leave(group)
+        else:
+            self._num_restoring -= 1
         self._encoder_cache.finish(group)
         for sequence in group.sequences:
             self._ended(group, sequence)
@@ -608,7 +642,7 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Counters and gauges of this moment."""
         stats, pool = self.stats, self.pool
-        stats.num_running, stats.num_waiting = len(self._running), len(self._waiting)
+        stats.num_running, stats.num_waiting = len(self._running), len(self._waiting) + self._num_restoring
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
         stats.drafted_at, stats.accepted_at = self._draft_places.drafted, self._draft_places.accepted
         stats.peak_pages_held, stats.lacks_room = pool.peak_held, self._waiting.lacks_room

@@ -236,6 +236,7 @@ class Sequence:
 class Status(Enum):
     """The state of a group."""
 
+    RESTORING = "restoring"  # its pages are read from a disk; it waits after that
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

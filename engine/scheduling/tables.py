@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.page_events import PageEvents
 from engine.scheduling.row import Row
@@ -37,6 +37,28 @@ class Tables:
         pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
         most = self._config.most_pages(len(group.sequences))  # those of hits included
         return min(pages + self._pool.count_cached(hits), most)
+
+    def hashes(self, group: SequenceGroup) -> list[PageHash]:
+        """Hashes of the full pages that a group which begins may find; empty if it must compute all of them."""
+        if group.request.decoding.prompt_logprobs is not None and not group.started:
+            return []  # every prompt position must be computed to be scored
+        pooling = group.request.pooling
+        if pooling is not None and pooling.needs_all:
+            return []
+        if not self._config.enable_prefix_caching:
+            return []
+        sequence = group.sequences[0]
+        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
+        num_pages = known // self._config.block_size
+        return sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
+
+    def publish_restored(self, group: SequenceGroup, places: Seq[int], pages: Seq[int]) -> None:
+        """Let prompts find pages that hold a waiting group's tokens at these places, in ascending order."""
+        sequence = group.sequences[0]
+        for place, page in zip(places, pages, strict=True):
+            self._pool.publish(page, sequence.hashes[place])
+        if self._events is not None:
+            self._events.stored(group, sequence.tokens, sequence.hashes, places)
 
     def num_missing(self, group: SequenceGroup) -> int:
         """Tokens that a waiting group of one sequence has to compute."""
@@ -181,18 +203,7 @@ class Tables:
                 raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
 
     def _match(self, group: SequenceGroup) -> list[int]:
-        if group.request.decoding.prompt_logprobs is not None and not group.started:
-            return []  # every prompt position must be computed to be scored
-        pooling = group.request.pooling
-        if pooling is not None and pooling.needs_all:
-            return []
-        if not self._config.enable_prefix_caching:
-            return []
-        sequence = group.sequences[0]
-        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
-        num_pages = known // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
-        return self._pool.match(hashes, self._config.seen_pages)
+        return self._pool.match(self.hashes(group), self._config.seen_pages)
 
     def _leave_window(self, sequence: Sequence, position: int) -> None:
         """Give up what a query at `position` saw and the next one does not see."""

@@ -95,7 +95,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         truncation = self.truncation
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
-        prompt = await self.service.render(self.messages, room, self.rendering, self.terms)
+        prompt = await self.rendered(room)
         if self.prediction and self.service.tokenizer is not None:
             ids = await encode_prediction(self.service.tokenizer, self.prediction, longest)
             self.shape = replace(self.shape, params=replace(self.shape.params, predicted_token_ids=ids))
@@ -115,6 +115,10 @@ class ConversationRun(Run[ChatPiece, Choice]):
             self.leave_out(self.public_name("max_tokens") or "")
         self.fill_room(len(prompt.token_ids))
         return [prompt]
+
+    async def rendered(self, room: Room) -> Prompt:
+        """The prompt as the chat template writes it."""
+        return await self.service.render(self.messages, room, self.rendering, self.terms)
 
     def _limit_reasoning(self) -> None:
         asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params

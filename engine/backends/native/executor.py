@@ -93,6 +93,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case Attend():
             known = isinstance(operation.backend, NativeAttention)
             return None if known else f"{operation.backend.name} attention has no kernel"
+        case MixExperts(judged=Rows()):
+            return "experts that are chosen by other rows have no kernel"
         case MixExperts() if not isinstance(operation.module.part.routing, spec.Likeliest):
             return f"{type(operation.module.part.routing).__name__} routing has no kernel"
         case MixExperts() if operation.module.part.capacity is not None:
@@ -330,11 +332,15 @@ class NativeExecutor:
         )
 
     def _qk_norm(self, norms: QkNorm, operation: PrepareHeads, part: spec.Attention) -> None:
-        assert norms.queries is not None
-        assert norms.keys is not None
-        pieces = (1, 1) if norms.whole else (part.heads, part.kv_heads)
-        self._norm(norms.queries, operation.queries, operation.queries, pieces=pieces[0], barrier=False)
-        self._norm(norms.keys, operation.keys, operation.keys, pieces=pieces[1])
+        rows = (operation.queries, operation.keys, operation.values)
+        pieces = (1, 1, part.kv_heads) if norms.whole else (part.heads, part.kv_heads, part.kv_heads)
+        found = [
+            (norm, own, count)
+            for norm, own, count in zip((norms.queries, norms.keys, norms.values), rows, pieces, strict=True)
+            if norm is not None
+        ]
+        for place, (norm, own, count) in enumerate(found, 1):
+            self._norm(norm, own, own, pieces=count, barrier=place == len(found))
 
     def _attend(self, operation: Attend) -> None:
         part, layer = operation.part, operation.layer

@@ -171,10 +171,18 @@ def stored_scheme(config: Any) -> Scheme | None:
 
 # What architectures need that no part expresses, by how their names begin.
 _REASONS = {
-    "Gemma3n": "its residual stream has several versions (AltUp), layers read vectors of their own for each token, and "
-    "the last ones have no keys and values but those of earlier layers",
-    "Gemma4": "values are normalised, and may be keys; each layer ends with a learned factor; in some models layers "
-    "read vectors of their own for each token, and the last ones have no keys and values but those of earlier layers",
+    "AXK1": "the sum of the experts and of the network for every token is normed, too",
+    "BitNet": "results of attention and of the gates are normed before their last matrix",
+    "DeepseekV32": "a sparse index chooses the tokens that attention sees",
+    "DeepseekV4": "a sparse index chooses the tokens that attention sees, of which some are compressed",
+    "DiffLlama": "attention is the difference of two softmaxes",
+    "Doge": "each value adds a learned number to the scores of its token",
+    "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
+    "JetMoe": "heads of attention are experts that each token chooses",
+    "LongcatFlash": "layers have two attentions, and some experts return their input",
+    "MiMoV2Flash": "values have another size than keys",
+    "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
+    "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
 }
 
 
@@ -250,7 +258,7 @@ def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -
 
 def _refuse_overrides(config: Any) -> None:
     """transformers heeds this in any config, although no family has it as a setting of its own."""
-    if getattr(config, "is_heterogeneous", False):
+    if getattr(config, "is_heterogeneous", False) and not str(config.model_type).startswith("gemma4"):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 

@@ -77,9 +77,10 @@ class LayerNames:
         qkv: the matrices of queries, keys and values, or the one matrix that holds all three.
         qkv_form: how they are stored; None: queries first, then keys, then values.
         out: the matrix after attention.
+        gate: the matrix that makes the gates of attention's results.
         attention: the entries of attention of another form, given our name, the layer's name and the part.
         qk_norm: norms of queries and keys, with `{}` in the place of q or k, or `{word}` in that of query or key; with
-            `{head}` where the norm of each head is a vector of its own.
+            `{head}` where the norm of each head is a vector of its own. Empty: `attention` gives them.
         norms: one name for each norm of the placement, in the order in which a layer applies them.
         ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one.
             A function for all others: it gets our name, the layer's name and the part.
@@ -93,6 +94,7 @@ class LayerNames:
     qkv_form: Callable[[Attention], Transform] | None = None
     out: str = "self_attn.o_proj"
     attention: Callable[[str, str, Attention], list[Entry]] | None = None
+    gate: str = "self_attn.gate_proj"
     qk_norm: str = "self_attn.{}_norm"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     ffn: tuple[str, ...] | Callable[[str, str, FeedForward], list[Entry]] = (
@@ -202,7 +204,10 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += qkv(f"{inner}.qkv", (queries, keys, values), part, names.qkv_form and names.qkv_form(part))
     if names.attention is None:
         entries += linear(f"{inner}.out", f"{source}.{names.out}", part.out_bias, 1, names.matrix)
-    entries += qk_norm_weights(f"{inner}.qk_norm", f"{source}.{names.qk_norm}", part)
+    if part.gate is not None:
+        entries += linear(f"{inner}.gate", f"{source}.{names.gate}", False, 0)
+    if names.qk_norm:
+        entries += qk_norm_weights(f"{inner}.qk_norm", f"{source}.{names.qk_norm}", part)
     if part.sinks is not None:
         entries.append(Entry(f"{inner}.sinks", (f"{source}.self_attn.sinks",)))
     if block.cross is not None and names.cross is not None:
@@ -212,7 +217,8 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += norm_weights(f"{target}.cross.{place}", f"{source}.{names.cross_norm}", own)
         entries += cross(f"{target}.cross.inner", (queries, keys, values, out), block.cross)
     entries += network_weights(ffn, source, block.ffn, names)
-    return residual_scaled(entries, block.residual_scale)
+    normed = isinstance(block.placement, Sandwich | AfterSublayer)
+    return residual_scaled(entries, block.residual_scale, normed=normed)
 
 
 def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
@@ -226,7 +232,7 @@ def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
             return [("attention.after", first), ("ffn.after", second)]
         case NormedResidual(first, second):
             return [("attention.first", first), ("ffn.first", second)]
-        case Sandwich(first, second, third, fourth):
+        case Sandwich(first, second, third, fourth, _, _):
             places = ("attention.before", "attention.after", "ffn.before", "ffn.after")
             return [*zip(places, (first, second, third, fourth), strict=True)]
         case Parallel(norms):

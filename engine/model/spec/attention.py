@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.backends.attention.base import Sight
 from engine.model.normalisation import Norm
@@ -45,6 +46,19 @@ QkNorm = PerHead | WholeProjection | AfterRotation | EachHead
 class Sinks:
     """A learned score for each head, which softmax counts and which belongs to no value: what a query need not look at
     may go there (arXiv:2508.10925)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """What heads attended to is multiplied by function(gate(x)) before the output matrix, x being what queries are made
+    of (arXiv:2505.06708).
+
+    Attributes:
+        per_head: a gate has one number for each head, not for each feature.
+    """
+
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    per_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +110,15 @@ class Attention:
         causal: a query sees no later key.
         window: which keys a query sees at most, a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
+        value_norm: normalisation of values per head, without weights of its own.
+        one_for_both: a matrix makes keys, and values are what it gives before they are normed and rotated.
+        reads: the number of an earlier layer whose keys and values this one reads; it makes queries alone then.
         qkv_bias, out_bias: the projections have biases; where there are latents, those that make them.
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
         spans: heads beside these.
+        gate: what their results are multiplied by.
         latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
             With latents there is one KV head, and head_dim is the width of what pages hold of a token.
         global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
@@ -118,12 +136,16 @@ class Attention:
     causal: bool = True
     window: Sight | None = None
     qk_norm: QkNorm | None = None
+    value_norm: Norm | None = None
+    one_for_both: bool = False
+    reads: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     clip: float | None = None
     softcap: float | None = None
     sinks: Sinks | None = None
     spans: Spans | None = None
+    gate: OutputGate | None = None
     latent: Latent | None = None
     global_tokens: GlobalTokens | None = None
     block_sums: BlockSums | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.model.normalisation import Norm
+
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
 
@@ -32,6 +34,16 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class SparselyGated:
+    """down(activation(relu(g - m - cutoff * s)) * up(x)), m and s being the mean and the standard deviation of the
+    gates g = gate(x) of a token: only the largest gates stay open (arXiv:2506.06644)."""
+
+    width: int
+    activation: Activation
+    cutoff: float
+
+
+@dataclass(frozen=True, slots=True)
 class Xielu:
     """down(xielu(up(x))) with `width` hidden features; each layer learns how steep the function is on either side of 0
     (arXiv:2411.13010): p * x^2 + x / 2 above, n * (expm1(x) - x) + x / 2 below."""
@@ -54,6 +66,12 @@ class Clamped:
 @dataclass(frozen=True, slots=True)
 class Likeliest:
     """The experts of the largest probabilities (softmax), which are their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaled:
+    """The experts of the largest probabilities (softmax), which are their weights, made to sum to 1; each expert's
+    weight is multiplied by a learned number at last (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +101,13 @@ class GroupLimited:
     Attributes:
         groups, open_groups: number of groups of experts. A token sees the groups with the best experts.
         scale: multiplies the weights.
+        leaders: experts of a group that speak for it by the sum of their probabilities.
     """
 
     groups: int = 1
     open_groups: int = 1
     scale: float = 1.0
+    leaders: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +128,7 @@ class ScaledInput:
     counts as it is (Llama 4)."""
 
 
-Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput
+Routing = Likeliest | Rescaled | Corrected | GroupLimited | SparseMixer | ScaledInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +169,18 @@ class Shared:
     always: Gated | Opened
 
 
-FeedForward = Dense | Gated | Xielu | Experts | Shared
+@dataclass(frozen=True, slots=True)
+class NormedSum:
+    """first(always(x)) + second(routed(before(stream))), where the router reads judged(stream) and x is the normed
+    stream: experts beside a network, each with norms of its own (Gemma 4).
+
+    Attributes:
+        norm: of all four; the router's has no other weights than these.
+    """
+
+    always: Gated
+    routed: Experts
+    norm: Norm
+
+
+FeedForward = Dense | Gated | SparselyGated | Xielu | Experts | Shared | NormedSum
