@@ -498,9 +498,10 @@ class Engine:
         if self._draft_model is not None:
             info = self.executor.facts.info
             self._draft_model.join(info)
-            if not config.skip_tokenizer_init:
-                own = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
-                self._draft_model.check_tokens(info, _load_tokenizer(config, info), own)
+            tokenizer = _load_tokenizer(config, info)
+            own = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
+            if tokenizer is not None and own is not None:
+                self._draft_model.check_tokens(info, tokenizer.token_text, own.token_text)
             self.scheduler.drafter, self.scheduler.draft_costs = self._draft_model, DraftCosts()
         elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
             earlier = EarlierAnswers() if settings.keeps_answers else None

@@ -324,6 +324,11 @@ def test_draft_models_that_do_not_fit_are_named(
         engines(**drafting_by(str(checkpoint(OTHER).path)))
     with pytest.raises(ConfigError, match="needs distributed_executor_backend uni, got 'mp'"):
         engines(**drafting_by(path, distributed_executor_backend="mp"))
+    one = engines(**drafting_by(path))
+    assert one._draft_model is not None
+    one._draft_model.check_tokens(one.info, str, str)
+    with pytest.raises(ConfigError, match=r"token 300 is '300' in .* and 'x' in the draft model"):
+        one._draft_model.check_tokens(one.info, str, lambda token: "x" if token == 300 else str(token))
     with pytest.raises(ModelLoadError, match="nowhere"):
         engines(**drafting_by("/nowhere"))
 
