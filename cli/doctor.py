@@ -225,7 +225,7 @@ def check_memory(facts: ModelFacts) -> Finding:
         found += (
             f"; the engine needs {_size(facts.resident)} before its first request and {_size(facts.peak)} while loading"
         )
-    left = facts.free - facts.weights - facts.pages
+    left = facts.free - facts.weights - facts.pages - facts.states
     if left < 0:
         return Finding("memory", "FAIL", found, fix)
     if left < _SPARE and facts.device == "cpu":

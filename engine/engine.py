@@ -121,9 +121,10 @@ class Engine:
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
+        states = BlockPool(facts.num_states) if facts.num_states else None
         opened = open_store(config, self.executor)
         hasher = None if opened is None else PageHasher(opened[0].hash_key)
-        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher)
+        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher, states=states)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
                 raise ConfigError(
@@ -144,6 +145,10 @@ class Engine:
         floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        if states is not None:
+            if ahead:
+                logger.info("Layers of this model carry a state: no step is planned ahead (--async-scheduling).")
+            self.scheduler.drafts_forced_tokens = ahead = False
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults = GenerationDefaults()
         if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
@@ -278,6 +283,7 @@ class Engine:
             encoder_token_ids=encoder_input,
             sides=read.sides,
             signal=read.signal,
+            images=read.images,
             **terms,
         )
         self.scheduler.add(request)
@@ -342,6 +348,7 @@ class Engine:
             encoder_token_ids=encoder_input,
             sides=read.sides,
             signal=read.signal,
+            images=read.images,
             decoding=Decoding(max_tokens=1, temperature=0.0),
             pooling=resolve_pooling(params, self.info, prompt_len=len(read.token_ids)),
             **terms,
@@ -422,6 +429,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget the contents of all pages; False, and nothing is forgotten, while requests hold some."""
         done = self.scheduler.pool.clear()
+        if done and self.scheduler.states is not None:
+            self.scheduler.states.pool.clear()
         self._publish_events()
         return done
 
@@ -495,13 +504,24 @@ class Engine:
         own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:
             settings, own = parse_speculative(config.speculative_config), True
-        if self._draft_model is not None:
+        if settings.method != "off" and self.scheduler.states is not None:
+            if self._draft_model is not None:
+                raise ConfigError(
+                    f"speculative_config: layers of {config.model} carry a state, which cannot go back, so no tokens are "
+                    f"drafted. Remove speculative_config."
+                )
+            if own:
+                logger.info(
+                    "Layers of this model carry a state, which cannot go back: no tokens are drafted "
+                    "(--speculative-config)."
+                )
+        elif self._draft_model is not None:
             info = self.executor.facts.info
             self._draft_model.join(info)
             tokenizer = _load_tokenizer(config, info)
-            own = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
-            if tokenizer is not None and own is not None:
-                self._draft_model.check_tokens(info, tokenizer.token_text, own.token_text)
+            small = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
+            if tokenizer is not None and small is not None:
+                self._draft_model.check_tokens(info, tokenizer.token_text, small.token_text)
             self.scheduler.drafter, self.scheduler.draft_costs = self._draft_model, DraftCosts()
         elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
             earlier = EarlierAnswers() if settings.keeps_answers else None

@@ -18,9 +18,10 @@ from engine.config import EngineConfig, parse_bytes
 from engine.disk.opening import check_kv_disk, kv_folder
 from engine.disk.store import used_bytes
 from engine.execution.gpu_choice import GpuFacts, look_at
-from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
+from engine.execution.kv_cache import cache_memory, choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype, resolve
+from engine.execution.state_cache import count_slots, slot_bytes
 from engine.execution.whole_prompts import FlashFacts, look_at_flash
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
@@ -85,6 +86,8 @@ class ModelFacts:
         peak: the most that it takes while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
+        num_states: state slots, of models whose layers carry a state; 0 for others.
+        states: size of these slots.
         max_num_seqs: most requests that can have a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
             0.0 for an encoder-only model.
@@ -123,6 +126,8 @@ class ModelFacts:
     stored: dict[str, int] = field(default_factory=dict)
     hears: bool = False
     no_tokenizer: str = ""
+    num_states: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +241,22 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         resident = held + PROCESS
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
+    slots = states = 0
     limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         shapes = model.kv_shapes()
+        sizes = spec.state_sizes
+        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights))
+        states = (slots + 1) * slot_bytes(sizes) if slots else 0
         num_blocks = count_blocks(
-            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len, reserved=weights
+            config,
+            shapes,
+            max_model_len,
+            cache_dtype,
+            device,
+            max_encoder_len=model.max_encoder_len,
+            reserved=weights,
+            states=states,
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
@@ -257,6 +273,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         peak=peak,
         num_blocks=num_blocks,
         pages=pages,
+        num_states=slots,
+        states=states,
         max_num_seqs=limits.max_num_seqs,
         full_requests=full_requests,
         block_size=config.block_size,

@@ -29,6 +29,9 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
     if info.encoder_only or not executor.facts.needs.paged or info.max_encoder_len is not None:
         logger.info("%s has no pages for kv_disk: only decoder-only models use it.", config.model)
         return None
+    if executor.facts.num_states:
+        logger.info("kv_disk is not used: layers of %s carry a state, which is not kept on disk.", config.model)
+        return None
     assert isinstance(executor, LocalExecutor)
     cache = executor.runner.cache
     content = PageContent(cache)

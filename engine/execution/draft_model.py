@@ -107,9 +107,13 @@ class DraftModel:
         )  # fmt: skip
         self._executor: LocalExecutor = start(self._config, read)
         facts = self._executor.facts
-        if "generate" not in facts.info.tasks or facts.info.max_encoder_len is not None or not facts.needs.paged:
+        has_state = bool(self._executor.runner.model.spec.state_sizes)
+        decodes = "generate" in facts.info.tasks and facts.info.max_encoder_len is None and facts.needs.paged
+        if has_state or not decodes:
             self._executor.close()
-            raise ConfigError(f"speculative_config: {settings.model} cannot draft: it is not a decoder-only model.")
+            raise ConfigError(
+                f"speculative_config: {settings.model} cannot draft: it is not a decoder-only model whose layers are all without a state."
+            )
         self._most = settings.num_speculative_tokens
         self._texts = TextDrafter(self._most, own=False)
         self._hasher = PageHasher()

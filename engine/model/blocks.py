@@ -31,6 +31,7 @@ from engine.model.place import Place
 from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
+from engine.model.state_layers import build_state_layer
 from engine.model.versions import LayerVersions
 
 
@@ -154,6 +155,8 @@ class ConvolvedBlock(nn.Module):
 
 def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
     """The module of a block's attention to its own tokens, or the module that mixes them instead."""
+    if isinstance(block.mixing, spec.StateLayer):
+        return build_state_layer(block.mixing, hidden_size, place)
     if block.mixing is not None:
         return FourierMixing()
     part = block.attention

@@ -254,7 +254,7 @@ class ExpertsFeedForward(nn.Module):
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
+            weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least) + routing.added)
         return weights * routing.scale, chosen
 
     def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:

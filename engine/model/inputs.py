@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Paged
+from engine.backends.states import States
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 
@@ -33,12 +34,14 @@ class Inputs:
             (`engine.execution.invariance`).
         caches: the pages of each decoder layer; None for an encoder alone.
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
+        states: of layers that carry one from token to token; None: rows begin with zeros, and leave nothing.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
         sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
             side that is not there has its default for all.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32 values that rows are made of instead of tokens. `token_ids` are zeros then.
+        images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
         keeper: None if nothing else reads queries; a pass that has one is run by torch, operation by operation.
         rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
     """
@@ -50,11 +53,13 @@ class Inputs:
     min_rows: int = 1
     caches: Sequence[Paged] | None = None
     slots: Tensor | None = None
+    states: States | None = None
     cross: CrossPages | None = None
     sides: Mapping[str, Tensor] = field(default_factory=dict)
     form: RowForm = LIBRARY
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
+    images: Tensor | None = None
     keeper: QueryKeeper | None = None
     rotary_rows: Tensor = field(init=False)
 

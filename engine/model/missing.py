@@ -62,16 +62,26 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.extend(unsupported(model.twin))
         if model.decoder is not None or model.twin.decoder is not None or model.twin.signal is None:
             missing.append("a twin of other models than encoders, or one that reads no signals")
+    if model.vision is not None:
+        missing.extend(unsupported(spec.ModelSpec(encoder=model.vision.tower, decoder=None, head=spec.Pool())))
+        projector = model.vision.projector
+        if isinstance(projector, spec.Projector) and projector.activation not in ACTIVATIONS:
+            missing.append(f"activation {projector.activation}")
     return list(dict.fromkeys(missing))
 
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     missing = ["layers of the same weights in a decoder"] if stack.repeated is not None else []
+    if not stack.attentions:
+        missing.append("a decoder without attention")
     for block in stack.blocks:
         if block.bottleneck is not None:
             missing.append("a bottleneck in a decoder")
         if block.mixing is not None:
-            missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.mixing, spec.StateLayer):
+                missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.placement, spec.Pre) or has_encoder:
+                missing.append("a state in layers of another kind")
             continue
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")

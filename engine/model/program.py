@@ -84,6 +84,8 @@ from engine.model.operations import (
 )
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
+from engine.model.state_layers import GatedConvolution, StateModule
+from engine.model.state_operations import Convolve
 from engine.model.versions import LayerVersions, VersionEnds
 
 Operation = (
@@ -127,6 +129,7 @@ Operation = (
     | Concatenate
     | Scale
     | Add
+    | Convolve
 )
 
 
@@ -196,8 +199,14 @@ def compile_stack(
     if versions is not None:
         builder.versions = builder.rows("versions", versions.part.count * hidden_size)
         builder.add(ExpandVersions(versions, builder.stream, builder.versions))
-    for layer, block in enumerate(blocks):
-        builder.block(block, layer)
+    pages = states = 0  # layers have either
+    for block in blocks:
+        if isinstance(block, SequentialBlock) and isinstance(block.attention.inner, StateModule):
+            builder.block(block, states)
+            states += 1
+        else:
+            builder.block(block, pages)
+            pages += 1
     if versions is not None and builder.versions is not None:
         builder.add(MergeVersions(versions, builder.versions, builder.stream))
     result = builder.ahead or builder.normed(final_norm)
@@ -438,6 +447,8 @@ class Builder:
                 out = self.rows(name, x.width)
                 self.add(TransformFourier(x, out))
                 return out
+            case GatedConvolution():
+                return self._gated_convolution(module, x, name, layer)
             case ReadingAttention():
                 return self._reading_attention(module, x, name)
             case LatentAttention():
@@ -589,6 +600,12 @@ class Builder:
         expanded = self.rows("expanded", module.out.inputs)
         self.add(ExpandLatent(module, attended, expanded))
         return self._reduced(module.out, expanded, name)
+
+    def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str, layer: int) -> Rows:
+        width = module.convolution.width
+        entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
+        self.add(Convolve(module.convolution, entered, out, layer))
+        return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

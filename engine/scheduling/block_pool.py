@@ -179,6 +179,16 @@ class BlockPool:
                 self._states[page] = FREE
             self._forget(page)
 
+    def forget_unfound(self, page_hash: PageHash) -> None:
+        """Make a content unfindable unless some prompt has found it."""
+        page = self._page_of.get(page_hash)
+        if page is not None and not self._was_found[page]:
+            self.forget([page_hash])
+
+    def knows(self, page_hash: PageHash) -> bool:
+        """A page with this content can be found."""
+        return page_hash in self._page_of
+
     def clear(self) -> bool:
         """Forget all contents; False, and nothing is forgotten, while pages are held."""
         if self.num_held:

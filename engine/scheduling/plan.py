@@ -20,6 +20,7 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
+UInt8 = NDArray[np.uint8]
 _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 
@@ -121,6 +122,23 @@ class CrossRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateRows:
+    """State slots of a plan's R rows (`engine.scheduling.state_slots`). Slot 0 is zeros, and never written.
+
+    Attributes:
+        sources: [R] the state before each row's first token.
+        targets: [R] where the state after its last token goes.
+        snapshots: [R] where the state after its first `afters` tokens goes, too; 0 for nowhere.
+        afters: [R].
+    """
+
+    sources: Int32
+    targets: Int32
+    snapshots: Int32
+    afters: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Searches:
     """G beam searches that go on before the host knows the answer to the step launched before: N rows of the plan, a
     row for each beam, in the order of the searches.
@@ -179,6 +197,24 @@ class PoolingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRows:
+    """Vectors of an image that a step's tokens have.
+
+    Attributes:
+        key: of the image: its pixels and its size.
+        pixels: uint8 [crops, channels, height, width].
+        size: height and width of the image as it was sent.
+        first, count: the vectors, in the order of the tokens.
+    """
+
+    key: bytes
+    pixels: UInt8
+    size: tuple[int, int]
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The work of one forward pass.
 
@@ -201,11 +237,14 @@ class StepPlan:
         prompt_logprobs: prompt positions to score, or None.
         encoder: inputs to encode before anything else is computed, or None.
         cross: what the rows read of encoder inputs; None if no row has one.
+        states: the rows' state slots; None if they have none: then states begin as zeros, and are not kept.
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
         signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
             where all rows are.
+        images: the images whose vectors tokens have. A side of the tokens counts these vectors.
+        image_work: about how much work it is to make the vectors that are not known, in tokens.
         version: a plan of the same version as that of the step before has the same rows, each one token further: the
             same `cross`, and a `sampling` of the same version. All other plans have versions of their own.
     """
@@ -221,12 +260,15 @@ class StepPlan:
     prompt_logprobs: PromptLogprobRows | None
     encoder: EncoderBatch | None = None
     cross: CrossRows | None = None
+    states: StateRows | None = None
     pooling: tuple[PoolingRow, ...] = ()
     unchunked: bool = False
     sides: Sides = field(default_factory=dict)
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     searches: Searches | None = None
+    images: tuple[ImageRows, ...] = ()
+    image_work: float = 0.0
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:

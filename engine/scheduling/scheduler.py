@@ -11,6 +11,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Protocol
 
 from engine.errors import InvalidRequestError
@@ -31,6 +32,7 @@ from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain, DraftPlaces
 from engine.scheduling.drafting import Drafter, Wanted, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.image_work import ImageWork
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.needs import sequence_root
@@ -39,6 +41,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
+from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
 
@@ -71,6 +74,7 @@ class Scheduler:
         pool: BlockPool,
         hasher: PageHasher | None = None,
         drafter: Drafter | None = None,
+        states: BlockPool | None = None,
     ):
         self.config = config
         self.pool = pool
@@ -85,7 +89,10 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of service
         self._deadlines = Deadlines()
         self._arrivals = 0
-        self.in_flight = InFlightSteps(pool, config.block_size)
+        self.states: StateSlots | None = None
+        if states is not None:
+            self.states = StateSlots(states, config.block_size, publishes=config.enable_prefix_caching)
+        self.in_flight = InFlightSteps(pool, config.block_size, self.states)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
         self._pools_last = False  # inputs to pool come after all other work in this step; see `_plan_prompts`
         self._last = LastStep()
@@ -94,13 +101,14 @@ class Scheduler:
         self.events: PageEvents | None = None
         self.restores: Restores | None = None
         self._num_restoring = 0
-        self._tables = Tables(pool, self._hasher, config)
+        self._tables = Tables(pool, self._hasher, config, states=self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
+        self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
     def record_events(self) -> PageEvents:
         """Begin to collect what the prefix cache gains and loses, before the first request."""
         self.events = self.pool.listener = PageEvents(self._hasher, self.config.block_size)
-        self._tables = Tables(self.pool, self._hasher, self.config, self.events)
+        self._tables = Tables(self.pool, self._hasher, self.config, self.events, self.states)
         return self.events
 
     # ---------------------------------------------------------------- requests in and out
@@ -115,7 +123,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        check_fits(request, self.config, self.pool.total)
+        check_fits(request, self.config, self.pool.total, None if self.states is None else self.states.pool.total)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
@@ -254,6 +262,8 @@ class Scheduler:
         pending = self.in_flight.pending() if ahead else None
         inputs = [run.encoder_input for run in planned.encoder_runs]
         planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending, step.searches)
+        if step.image_work:
+            planned.plan = replace(planned.plan, image_work=step.image_work)
         self.in_flight.begin(planned)
         return planned.plan
 
@@ -404,6 +414,8 @@ class Scheduler:
         total = sum([count for _, count in work])
         budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
         budget = total if group.unchunked else budget
+        if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
+            budget = self._image_work.fitting(step, group, work[0][0].num_scheduled, min(total, budget))
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []
@@ -426,7 +438,7 @@ class Scheduler:
             for row in lacking:
                 if not self._reserve(step, group, row.sequence, row.start + row.count):
                     return
-        if rows:
+        if rows and (self.states is None or self._take_states(step, group, rows, self.states)):
             step.take(group, rows)
 
     def _drafts_for(self, group: SequenceGroup) -> bool:
@@ -492,6 +504,18 @@ class Scheduler:
             step.copies.setdefault(group, []).append(copy)
         return True
 
+    def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
+        """Give rows the state slots that they write, preempting younger groups if there are too few; False if the group
+        itself was preempted."""
+        least = sum(running.rows for running in self._running)
+        for row in rows:
+            while not states.take(row, least):
+                victim = self._running[-1]
+                self._preempt(step, victim)
+                if victim is group:
+                    return False
+        return True
+
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
         """Take the pages that a search may need for rows whose parent beams are not known yet; False if there are too
         few: then it waits for the answer, and needs fewer."""
@@ -537,6 +561,10 @@ class Scheduler:
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
+        if self.states is not None:  # a sequence has a slot, and a second one while it is in a step
+            left = [one for running in self._running for one in running.sequences if len(one.states) == 1]
+            if 2 * group.rows + len(left) > self.states.pool.num_available:
+                return False
         needed = self._tables.pages_needed(group) + self._encoder_cache.pages_needed(step, group)
         return needed <= self.pool.num_available
 
@@ -659,3 +687,5 @@ class Scheduler:
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]
         tables += self.in_flight.set_aside()
         self.pool.check_integrity(tables, self.in_flight.pinned())
+        if self.states is not None:
+            self.states.check([sequence for group in self._groups.values() for sequence in group.sequences])

@@ -56,8 +56,8 @@ _DURATION = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[+-]
 KeepAlive = Annotated[
     Annotated[float, PlainValidator(_check_duration), WithJsonSchema(_DURATION)] | None,
     Field(
-        description="Time that the model stays loaded after the request. The served model always stays loaded, so that "
-        "this has no effect.",
+        description="Time that the model stays loaded after the request. It has no effect if the server has one model, "
+        "or the model is pinned.",
     ),
 ]
 Options = Annotated[
@@ -92,7 +92,8 @@ Think = Annotated[
     ),
 ]
 Images = Annotated[
-    Annotated[list[Any], at_most(_MAX_IMAGES, "images")] | None, Field(description="Refused: the model reads text.")
+    Annotated[list[Any], at_most(_MAX_IMAGES, "images")] | None,
+    Field(description="Files in base64, for models that read images."),
 ]
 _CALL = {
     "type": "object",

@@ -18,11 +18,13 @@ from engine import EngineConfig, ModelLoadError, OctavoError
 from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
 from engine.process.predict import Prediction, predict
+from server.answering.chat_images import ChatImages
 from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
 from server.answering.rendering import ChatRenderer
 from server.answering.terms import DeadlineError, read_terms
 from server.api.multipart import read_form
+from server.api.ollama_schemas import OllamaNameRequest
 from server.api.reading import READ_BODY
 from server.api.schemas import ServedBody
 from server.app import make_reader
@@ -46,6 +48,7 @@ from server.workers.pool import shared_workers
 logger = logging.getLogger("octavo.server")
 
 _LOOK = 0.5  # seconds between two looks for models that have been idle for too long
+_FOREVER = 10.0**9  # seconds
 _RETRY = 5  # seconds after which a client may ask again
 _LATEST = ":latest"  # Ollama's clients add it to names
 _FORMS = "/v1/audio/"
@@ -119,6 +122,8 @@ class Registry:
         use, body = Use.of(request), request.scope.get(READ_BODY)
         if body is not None:
             asked = getattr(body, "model", None)
+            if asked is None and isinstance(body, OllamaNameRequest):
+                asked = body.name
         elif routed_path(request.scope).startswith(_FORMS):
             asked = await self._of_form(request)
         else:
@@ -127,8 +132,15 @@ class Registry:
         use.begin(served)
         if served.state != "loaded":
             await self._wait(request, served, body, use)
-        assert served.running is not None
+        self._keep(served, getattr(body, "keep_alive", None))
+        if served.running is None:  # given up a moment after it had loaded
+            raise _failed(served)
         return served.running.service
+
+    def _keep(self, served: Served, seconds: object) -> None:
+        """As a request to Ollama's API asks: so long after it; below 0 or beyond all bounds: for ever."""
+        if isinstance(seconds, int | float) and not served.model.pinned:
+            served.idle_time = float(seconds) if 0 <= seconds < _FOREVER else None
 
     async def _of_form(self, request: Request) -> str | None:
         assert self._house is not None
@@ -251,7 +263,7 @@ class Registry:
     def keep(self, name: str, seconds: float | None) -> None:
         served = self._known(name)
         if served.running is not None:
-            served.idle_time = seconds
+            served.idle_time = seconds if seconds is None or seconds < _FOREVER else None
 
     def able(self, endpoint: str) -> list[str]:
         return [served.name for served in self._served if served.running is not None and endpoint in served.endpoints]
@@ -416,6 +428,7 @@ class Registry:
             renderer=ChatRenderer(),
             answers=make_reader(tokenizer, settings),
             images=None if client.info.signal is None else ImageReading(client.info, settings),
+            chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
             settings=settings,
             aliases=frozenset(aliases),
             using=served.using,

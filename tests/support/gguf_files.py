@@ -175,7 +175,9 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
     if name.endswith(("router.scale", "per_expert_scale")):
         return f"blk.{layer}.{'ffn_gate_inp' if name.endswith('router.scale') else 'ffn_down_exps'}.scale"
     stem, _, last = name.rpartition(".")
-    if last not in ("weight", "bias"):
+    if last == "expert_bias":
+        stem, last = name, "bias"
+    elif last not in ("weight", "bias"):
         stem, last = name, "weight"
     found = names.get_name(stem)
     assert found is not None, name
@@ -191,6 +193,8 @@ _TURN: dict[str, Change] = {
 }
 _FLAT: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[0]}
 _ROW: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[None]}
+_TAPS: dict[str, Change] = {"conv.conv": lambda config, tensor: tensor.squeeze(1)}
+_UNTAPS: dict[str, Change] = {"conv.conv": lambda config, tensor: tensor.unsqueeze(1)}
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -377,6 +381,26 @@ def _gpt_2(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(4 * config.hidden_size)
 
 
+def _lfm2(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    writer.kv_data[-1].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv(heads)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.model_type == "lfm2_moe":
+        import gguf
+
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    writer.kv_data[-1].pop(f"{writer.arch}.feed_forward_length")
+    writer.add_feed_forward_length(-(-int(2 * config.intermediate_size / 3) // 32) * 32)
+
+
 def _phi_2(writer: Any, config: Any) -> None:
     _theta(writer, config)
     share = config.rope_parameters["partial_rotary_factor"]
@@ -455,6 +479,10 @@ KINDS: dict[str, Kind] = {
     "stablelm": Kind("stablelm", _shape("StableLmForCausalLM", use_qkv_bias=True), _stablelm, transformers=False),
     "stablelm-12b": Kind("stablelm", _shape("StableLmForCausalLM", use_parallel_residual=True, qk_layernorm=True),
                          _stablelm, transformers=False),
+    "lfm2": Kind("lfm2", _shape("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=32,
+                                block_ffn_dim_multiplier=1.0), _lfm2, _TAPS, _UNTAPS, transformers=False),
+    "lfm2moe": Kind("lfm2moe", _shape("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"], num_dense_layers=1,
+                                      **_MOE), _lfm2, _TAPS, _UNTAPS, transformers=False),
     "gpt2": Kind("gpt2", FamilyShape("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}),
                  _gpt_2, _TURN, _TURN),
 }  # fmt: skip

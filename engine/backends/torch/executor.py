@@ -17,6 +17,7 @@ from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Wi
 from engine.backends.native.program import Rows
 from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
 from engine.backends.torch.attention import OwnKey, QueryBias
+from engine.backends.torch.states import convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.attention_operations import (
@@ -78,6 +79,7 @@ from engine.model.program import Operation, Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
+from engine.model.state_operations import Convolve
 from engine.model.tables import Tables
 
 
@@ -527,6 +529,22 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
+def _convolve(operation: Convolve, state: Pass) -> None:
+    module, x = operation.module, state.values[operation.x]
+    before, after, features = x.chunk(3, dim=1)
+    entered, out = before * features, torch.zeros_like(after)
+    weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
+
+    def step(known: Tensor, tokens: slice) -> Tensor:
+        total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
+        out[tokens] = total.to(out.dtype) * after[tokens]
+        return left.flatten()
+
+    inputs = state.inputs
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, (module.taps - 1) * module.width, step)
+    state.values[operation.out] = out
+
+
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
     EmbedAhead: _embed_ahead,
@@ -568,4 +586,5 @@ HANDLERS: dict[type, Handler] = {
     Concatenate: _concatenate,
     Scale: _scale,
     Add: _add,
+    Convolve: _convolve,
 }

@@ -41,6 +41,7 @@ from engine.model.spec import (
     Sandwich,
     Shared,
     Stack,
+    StateLayer,
     Tokens,
 )
 from engine.model.table import Entry, Reshaped, Same, Transform, WeightTable
@@ -79,6 +80,7 @@ class LayerNames:
         out: the matrix after attention.
         gate: the matrix that makes the gates of attention's results.
         attention: the entries of attention of another form, given our name, the layer's name and the part.
+        mixing: the entries of a layer that carries a state in the place of attention, likewise.
         qk_norm: norms of queries and keys, with `{}` in the place of q or k, or `{word}` in that of query or key; with
             `{head}` where the norm of each head is a vector of its own. Empty: `attention` gives them.
         norms: one name for each norm of the placement, in the order in which a layer applies them.
@@ -95,6 +97,7 @@ class LayerNames:
     out: str = "self_attn.o_proj"
     attention: Callable[[str, str, Attention], list[Entry]] | None = None
     gate: str = "self_attn.gate_proj"
+    mixing: Callable[[str, str, StateLayer], list[Entry]] | None = None
     qk_norm: str = "self_attn.{}_norm"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     ffn: tuple[str, ...] | Callable[[str, str, FeedForward], list[Entry]] = (
@@ -194,6 +197,10 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         for (place, own), name in zip(norm_places(block.placement), names.norms, strict=False)
         for entry in norm_weights(f"{target}.{place}", f"{source}.{name}", own, names.norm_weight)
     ]
+    if isinstance(block.mixing, StateLayer):
+        assert names.mixing is not None
+        entries += names.mixing(inner, source, block.mixing)
+        return residual_scaled(entries + network_weights(ffn, source, block.ffn, names), block.residual_scale)
     if names.attention is not None:
         entries += names.attention(inner, source, part)
     elif isinstance(names.qkv, str):

@@ -12,14 +12,14 @@ from typing import Any
 from safetensors.torch import save
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, OneRow
+from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, Kernels, OneRow
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_parameters
 from engine.model.gguf.tensors import mapped, read_numbers, read_tensor
 
 Config = dict[str, Any]
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
 
 
 @dataclass(frozen=True)
@@ -567,6 +567,45 @@ def _stablelm(metadata: Metadata) -> Config:
     )
 
 
+def _lfm2(metadata: Metadata) -> Config:
+    config = _of_lfm2(metadata, "lfm2", "Lfm2ForCausalLM")
+    return config | {"block_auto_adjust_ff_dim": False}  # the length of the networks is what the adjustment gives
+
+
+def _lfm2_moe(metadata: Metadata) -> Config:
+    sigmoid = 2
+    metadata.must_be("expert_gating_func", sigmoid, otherwise="other scores of experts are")
+    return _of_lfm2(metadata, "lfm2_moe", "Lfm2MoeForCausalLM") | {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": metadata.count("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _of_lfm2(metadata: Metadata, model_type: str, name: str) -> Config:
+    """Layers without heads of keys are convolutions."""
+    metadata.must_be("attention.sliding_window", 0, otherwise="a window is")
+    config = _plain(metadata, model_type, name, apart=("attention.head_count_kv",))
+    heads = [int(count) for count in metadata.each("attention.head_count_kv", config["num_hidden_layers"])]
+    config["num_key_value_heads"] = max(heads)
+    if others := sorted(set(heads) - {0, config["num_key_value_heads"]}):
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: layers of LFM2 have {config['num_key_value_heads']} heads of keys or none, but one "
+            f"has {others[0]}."
+        )
+    config |= {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": metadata.count("shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
+    }
+    return _whole_rotation(metadata, config)
+
+
 _PROJECTIONS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -627,6 +666,35 @@ def _above_one(*names: str) -> dict[str, Callable[[Config], Arrangement]]:
 
 _MIXTRAL = Architecture(_mixtral, _PROJECTIONS | _MIXTRAL_EXPERTS, arranged=_TURNED_NEIGHBOURS)
 _AFTER = ("post_attention_norm", "post_ffw_norm")
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM2_EXPERTS = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_LFM2_OUTER = {
+    # Older files call the norm at the end that of the embedding, as transformers does.
+    "token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm", "output": "lm_head",
+}  # fmt: skip
+_KERNELS: dict[str, Callable[[Config], Arrangement]] = {"shortconv.conv.weight": lambda config: Kernels()}
 _ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture(_command_r, _PROJECTIONS | _HEAD_NORMS),
     "gemma": Architecture(_gemma, _PROJECTIONS, arranged=_above_one()),
@@ -691,6 +759,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
             "output": "lm_head",
         },
     ),
+    "lfm2": Architecture(_lfm2, _LFM2, outer=_LFM2_OUTER, arranged=_KERNELS),
+    "lfm2moe": Architecture(_lfm2_moe, _LFM2 | _LFM2_EXPERTS, outer=_LFM2_OUTER, arranged=_KERNELS),
     "llama": Architecture(_llama, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
     "mistral3": Architecture(_mistral_3, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
     "phi2": Architecture(

@@ -8,6 +8,7 @@ from typing import Literal
 from engine.model.normalisation import Norm
 from engine.model.spec.attention import Attention, Fourier
 from engine.model.spec.networks import Activation, FeedForward
+from engine.model.spec.states import StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Block:
     placement: Placement
     attention: Attention
     ffn: FeedForward
-    mixing: Fourier | None = None
+    mixing: Fourier | StateLayer | None = None
     bottleneck: Bottleneck | None = None
     cross: Attention | None = None
     beside: Convolution | None = None

@@ -10,6 +10,7 @@ from engine.model.positions import Rotary
 from engine.model.spec.embedding import Tokens
 from engine.model.spec.heads import Head
 from engine.model.spec.stack import Stack
+from engine.model.spec.vision import Vision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class ModelSpec:
             (arXiv:2103.00020).
         filler: the token that fills texts up to the longest length: the model was trained on texts of that length
             alone, and reads these tokens like others. None: texts are as long as they are.
+        vision: makes vectors of images, which take the places of some of the decoder's tokens.
     """
 
     encoder: Stack | None
@@ -35,6 +37,7 @@ class ModelSpec:
     repeats: RepeatedInput | None = None
     twin: ModelSpec | None = None
     filler: int | None = None
+    vision: Vision | None = None
 
     @property
     def trunk(self) -> Stack:
@@ -56,6 +59,16 @@ class ModelSpec:
         windows = [part.window for part in parts if part.causal and part.window is not None]
         reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
         return max(reaches, default=None) if len(windows) == len(parts) else None
+
+    @property
+    def state_sizes(self) -> list[int]:
+        """Numbers of the state of each of the decoder's layers that carry one."""
+        return [part.state_size for part in self.decoder.states] if self.decoder else []
+
+    @property
+    def state_kinds(self) -> list[str]:
+        """The kinds of these layers."""
+        return sorted({type(part).__name__ for part in self.decoder.states}) if self.decoder else []
 
     @property
     def signal(self) -> SignalInfo | None:

@@ -83,6 +83,7 @@ class Corrected:
         score: what becomes of the router's numbers.
         groups, open_groups: number of groups of experts. A token sees the groups with the best pairs.
         least: the sum that weights are divided by is no smaller than this.
+        added: added to that sum.
         scale: multiplies the weights.
     """
 
@@ -90,6 +91,7 @@ class Corrected:
     groups: int = 1
     open_groups: int = 1
     least: float = 0.0
+    added: float = 0.0
     scale: float = 1.0
 
 

@@ -10,6 +10,7 @@ from engine.model.positions import DistanceVectors, RelativeBuckets
 from engine.model.spec.attention import Attention
 from engine.model.spec.blocks import Block
 from engine.model.spec.embedding import Embedding
+from engine.model.spec.states import StateLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,11 @@ class Stack:
     def attentions(self) -> tuple[Attention, ...]:
         """The attentions of the blocks, as far as they have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
+
+    @property
+    def states(self) -> tuple[StateLayer, ...]:
+        """The parts that carry a state, of the blocks that have one."""
+        return tuple(block.mixing for block in self.blocks if isinstance(block.mixing, StateLayer))
 
     @property
     def sides(self) -> dict[str, int]:

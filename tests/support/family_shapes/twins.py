@@ -255,12 +255,13 @@ SHAPES = {
         | {
             "head_dim": 8,
             "attention_bias": True,
+            "mlp_bias": True,
             "tie_word_embeddings": True,
-            "mlp_layer_types": ["sparse", "sparse"],
+            "mlp_layer_types": ["sparse", "dense"],
             "num_shared_experts": 2,
         },
-        eos_gain=2.2,
-        prompts=(0, 17, 2, 3),
+        seed=1,
+        prompts=(0, 1, 4, 2),
     ),
     "afmoe": FamilyShape(
         "AfmoeForCausalLM",
