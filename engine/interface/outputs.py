@@ -166,6 +166,7 @@ class RequestDelta:
         scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
             first had room for the request; in the delta of its first sample, and where it failed.
         first_token_time: when that sample was known; for beams, before its token is certain.
+        num_draft_tokens, num_accepted_draft_tokens: tokens that the step drafted for the request, and those that came.
     """
 
     request_id: str
@@ -178,6 +179,8 @@ class RequestDelta:
     beams: BeamMoves | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
     first_token_time: float | None = field(default=None, compare=False)
+    num_draft_tokens: int = field(default=0, compare=False)  # nor does the news depend on the step that computed it
+    num_accepted_draft_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +254,8 @@ class EngineStats:
     `prefix_hits` counts the tokens that preempted requests found again; `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
-    `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came.
+    `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came;
+    `drafted_at`, `accepted_at` count them by their position in the drafts of a sequence.
     `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` those that were not sent live.
     `disk_pages_written`, `disk_pages_read` count pages that moved between memory and `kv_disk`, `disk_pages_dropped`
     evicted ones that could not be written, `disk_hits` requests that got pages from there, and `disk_errors` damaged
@@ -282,6 +286,8 @@ class EngineStats:
     num_page_copies: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
     num_encoder_runs: int = 0
     num_encoder_hits: int = 0
     num_finished: int = 0

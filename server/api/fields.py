@@ -330,7 +330,10 @@ _JSON_TYPES: dict[str, Any] = {
 
 
 # Fields that bodies have in another form, or not at all.
-ELSEWHERE = ("reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize")
+ELSEWHERE = (
+    "reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize",
+    "predicted_token_ids",
+)  # fmt: skip
 # Of these -1 means as many as there may be, as in vLLM.
 COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
 
