@@ -26,6 +26,7 @@ from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer, ImageMarks, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
+from server.batches.store import BatchStore
 from server.commons import Commons
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
@@ -58,6 +59,15 @@ class Followed(Protocol):
 
     async def changed(self) -> None:
         """Wait until there are further events, or there will be none."""
+
+
+class Batches(Protocol):
+    """The files and batches of /v1/files and /v1/batches; see `server.batches`."""
+
+    store: BatchStore
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled."""
 
 
 class Models(Protocol):
@@ -120,6 +130,7 @@ class Service:
         turns: hands inputs for vectors, classes and masked tokens to the engine.
         live: what clients of the live feed are shown.
         response_store: keeps answers of /v1/responses; None if none are kept.
+        batches: keeps files and batches; None if there are none.
         running_responses: its streams, by their ids.
         background: its answers that this process makes in the background, by their ids.
         drain: whether the service stops.
@@ -148,6 +159,7 @@ class Service:
     turns: Turns
     live: LiveFeed
     response_store: ResponseStore | None = None
+    batches: Batches | None = None
     running_responses: dict[str, Cancellable] = field(default_factory=dict)
     background: dict[str, Followed] = field(default_factory=dict)
     drain: Drain = field(default_factory=Drain)

@@ -60,6 +60,7 @@ SERVICE = {
     "enable_playground": False, "enable_cache_map": False, "tool_call_parser": "hermes", "reasoning_parser": "none",
     "tool_prompt": "off", "reasoning_budget": 7,
     "response_store": "responses.db", "response_store_max_age": 60.5, "response_store_max_size": "3MiB",
+    "batch_store": "batches", "batch_store_max_size": "4MiB", "batch_max_unfinished": 15, "batch_max_running": 16,
     "otlp_traces_endpoint": "http://localhost:4318/v1/traces", "enable_lora_loading": ".",
 }  # fmt: skip
 VALUES: dict[str, Any] = ENGINE | SERVICE

@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_image_bytes", "max_image_pixels", "limit_mm_per_prompt", "stream_keepalive", "stream_stall_timeout",
     ),
     "stored responses": ("response_store", "response_store_max_age", "response_store_max_size"),
+    "batches": ("batch_store", "batch_store_max_size", "batch_max_unfinished", "batch_max_running"),
     "logs and traces": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "shutdown and failures": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
     "settings": ("config",),

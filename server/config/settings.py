@@ -109,6 +109,11 @@ class ServerSettings(BaseModel):
         response_store_max_age: seconds that an answer is stored.
         response_store_max_size: most bytes of all stored answers, or a size such as "1GiB". Above it, the API key with
             the most data loses its oldest answers.
+        batch_store: folder for the files and batches of /v1/files and /v1/batches. It is created if missing (default:
+            there are no batches).
+        batch_store_max_size: most bytes of the files of an API key, or a size such as "1GiB".
+        batch_max_unfinished: batches of an API key that may be unfinished; further ones get 429.
+        batch_max_running: lines of batches that are answered at the same time while no client waits for the model.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0: never.
         stream_stall_timeout: seconds after which a client that does not read its answer is disconnected.
         grammar_timeout: most seconds for compiling a JSON schema, regular expression or grammar.
@@ -174,6 +179,10 @@ class ServerSettings(BaseModel):
     response_store: str | None = _NAME
     response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
     response_store_max_size: int | str = "1GiB"
+    batch_store: str | None = _NAME
+    batch_store_max_size: int | str = "1GiB"
+    batch_max_unfinished: int = Field(default=16, ge=1)
+    batch_max_running: int = Field(default=8, ge=1)
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     grammar_timeout: float = Field(default=2.0, gt=0, le=60, allow_inf_nan=False)
@@ -298,7 +307,14 @@ class ServerSettings(BaseModel):
             )
         return value
 
-    @check_field("max_body_size", "max_answer_size", "max_header_size", "max_image_bytes", "response_store_max_size")
+    @check_field(
+        "max_body_size",
+        "max_answer_size",
+        "max_header_size",
+        "max_image_bytes",
+        "response_store_max_size",
+        "batch_store_max_size",
+    )
     @classmethod
     def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
         parse_bytes(value, info.field_name or "")
