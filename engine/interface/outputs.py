@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.interface.adapters import AdapterInfo
+from engine.interface.vision import VisionInfo
 
 Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
@@ -496,6 +497,7 @@ class EngineInfo:
         adapters: those that were loaded at the start.
         max_loras, max_lora_rank: most adapters that are loaded at the same time, and their largest rank.
         model_file: the GGUF file that was loaded, for which the folder `model_path` stands; None: it is the model's.
+        vision: the images that it reads among its tokens; None: it reads none.
     """
 
     model: str
@@ -549,6 +551,7 @@ class EngineInfo:
     max_loras: int = 0
     max_lora_rank: int = 0
     model_file: str | None = None
+    vision: VisionInfo | None = None
 
     @property
     def format(self) -> str:

@@ -33,6 +33,7 @@ from engine.interface.values import (
     check_words,
     fail,
 )
+from engine.interface.vision import PlacedImage, SeenImage
 
 __all__ = [
     "BIAS_RANGE", "NUMBER_RANGES", "AudioInput", "Decoding", "EarlyStopping", "EngineInput", "PixelInput",
@@ -90,6 +91,7 @@ class TokenInput:
         bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower], a page being
             1000 wide and 1000 high as most models are trained; None: all are zeros.
         sides: other sides of the tokens by their names (`engine.interface.token_sides`), an entry for each token.
+        images: those whose vectors take the places of some tokens, in the order of these.
     """
 
     token_ids: Sequence[int]
@@ -97,6 +99,7 @@ class TokenInput:
     token_type_ids: Sequence[int] | None = None
     bbox: Sequence[Sequence[int]] | None = None
     sides: Mapping[str, Sequence[Any]] | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def given(self) -> dict[str, Sequence[Any]]:
@@ -115,7 +118,7 @@ class TokenInput:
     def of(cls, token_ids: Sequence[int], text: str | None, sides: Mapping[str, Sequence[Any]]) -> TokenInput:
         """An input with these sides, each in the field that it has."""
         fields = {side.name: side.param for side in asked_sides() if side.param is not None}
-        named = {fields[name]: values for name, values in sides.items() if name in fields}
+        named: dict[str, Any] = {fields[name]: values for name, values in sides.items() if name in fields}
         return cls(token_ids, text, sides={k: v for k, v in sides.items() if k not in fields} or None, **named)
 
     def keeping(self, token_ids: Sequence[int], entries: Callable[[Sequence[Any]], Sequence[Any]]) -> TokenInput:
@@ -528,6 +531,7 @@ class Request:
         pooling: the wanted results of the prompt's hidden states, instead of an answer; None: an answer.
         sides: further values of each token of the prompt, beside its id.
         adapter: the adapter that it runs with; None: the base model alone.
+        images: those among the tokens of the prompt.
         priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it has no effect.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -546,6 +550,7 @@ class Request:
     sides: Sides = field(default_factory=dict, compare=False)
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
     adapter: AdapterInfo | None = None
+    images: tuple[SeenImage, ...] = field(default=(), compare=False)
 
     @property
     def reach(self) -> int:

@@ -41,6 +41,7 @@ class Inputs:
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
         signals: float32 values that rows are made of instead of tokens. `token_ids` are zeros then.
+        images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
         keeper: None if nothing else reads queries; a pass that has one is run by torch, operation by operation.
         rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
     """
@@ -58,6 +59,7 @@ class Inputs:
     form: RowForm = LIBRARY
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
+    images: Tensor | None = None
     keeper: QueryKeeper | None = None
     rotary_rows: Tensor = field(init=False)
 

@@ -63,6 +63,7 @@ class Step:
         num_drafts: tokens that may still be drafted: none once prompts have their turn.
         gain: what drafts add to the step.
         kept_pages: those that running groups lack for what they have, where tokens are drafted.
+        image_work: the work of making vectors of images, in tokens.
     """
 
     budget: int
@@ -78,6 +79,7 @@ class Step:
     num_drafts: int = 0
     gain: DraftGain = field(default_factory=lambda: DraftGain(None, 0))
     kept_pages: int = 0
+    image_work: float = 0.0
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their least."""
@@ -116,6 +118,14 @@ class Step:
         """The group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
         count = group.sequences[0].num_tokens
         return not self.num_prompts or (count <= self.budget and self._reading(group, count) <= self.left)
+
+    def see(self, work: float) -> bool:
+        """Make vectors of an image, if that fits beside what is planned; the first prompt's first image always does."""
+        if work > self.left and (self.num_prompts or self.image_work):
+            return False
+        self.left -= work
+        self.image_work += work
+        return True
 
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """The group runs these rows."""

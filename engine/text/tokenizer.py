@@ -423,7 +423,8 @@ class Tokenizer:
             chat_template: used instead of the model's own.
             tools: {"type": "function", "function": {...}} each.
             add_generation_prompt: end with what opens the assistant's answer.
-            variables: continue_final_message, documents, and names that the template may use (enable_thinking ...).
+            variables: continue_final_message, documents, image_mark, image_text, and names that the template may use
+                (enable_thinking ...).
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.

@@ -80,6 +80,7 @@ class Patches:
         bias: the matrix has one.
         first: learned vectors that come before those of the patches: of a class, for example.
         positions: added to all of them.
+        order: the row of the table of positions of each patch; None: they are in order.
         norm: applied to the sum.
     """
 
@@ -90,6 +91,7 @@ class Patches:
     bias: bool = True
     first: int = 0
     positions: Positions | None = None
+    order: tuple[int, ...] | None = None
     norm: Norm | None = None
 
     @property

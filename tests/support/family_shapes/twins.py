@@ -259,7 +259,10 @@ SHAPES = {
             "tie_word_embeddings": True,
             "mlp_layer_types": ["sparse", "dense"],
             "num_shared_experts": 2,
-        }, seed=1, prompts=(0, 1, 4, 2),),
+        },
+        seed=1,
+        prompts=(0, 1, 4, 2),
+    ),
     "afmoe": FamilyShape(
         "AfmoeForCausalLM",
         WINDOWS | EXPERTS | {"head_dim": 10, "num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True},
