@@ -72,4 +72,120 @@ OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memor
   }
 }
 
+// The gated delta rule: of each value head a matrix S [key_dim, value_dim], and for each token
+//   S = d * S; S = S + k * (b * (v - k S)); out = q S
+// Columns do not depend on each other, so that threads share heads and pieces of their columns.
+template <class T>
+struct Delta {
+  const T* x;      // queries and keys of each key head, values of each value head
+  const T* rates;  // of each value head what b is the sigmoid of, then what d follows from
+  const T* opening;
+  T* out;
+  const float *decay, *offset, *norm;  // [value_heads]; [value_heads]; [value_dim]
+  int64_t x_stride, rates_stride, opening_stride, out_stride, begin, key_heads, value_heads, key_dim, value_dim;
+  float eps;
+};
+
+template <class T>
+OCTAVO_INLINE float number(const T* from) {
+  return load_part(from, 1)[0];
+}
+
+// q or k as float32, of length `length`.
+template <class T>
+OCTAVO_INLINE void unit(const T* from, float* to, int64_t size, float length) {
+  const float squares = total(size, [&](auto v, Vector before) {
+    const Vector value = v.read(from);
+    return fma(value, value, before);
+  });
+  const float scale = length / __builtin_sqrtf(squares + 1e-6f);
+  each(size, [&](auto v) { v.write(to, v.read(from) * scale); });
+}
+
+constexpr int64_t LONGEST_KEY = 256;
+constexpr int64_t COLUMNS = 4;  // vectors of a piece
+
+template <class T>
+OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, const StateRows& r, int thread, int threads) {
+  constexpr int64_t PIECE = COLUMNS * WIDTH;
+  const int64_t pieces = (d.value_dim + PIECE - 1) / PIECE;
+  const Share own = share(d.value_heads * pieces, thread, threads);
+  const int64_t widths = d.key_heads * d.key_dim, shared = d.value_heads / d.key_heads;
+  float query[LONGEST_KEY], key[LONGEST_KEY];
+  Vector matrix[LONGEST_KEY][COLUMNS];
+  for (int64_t place_of = own.first; place_of < own.last; ++place_of) {
+    const int64_t head = place_of / pieces, column = place_of % pieces * PIECE;
+    const int64_t size = smaller(PIECE, d.value_dim - column);
+    const int64_t place = d.begin + head * d.key_dim * d.value_dim + column;
+    // A vector of the piece, whose missing elements are 0.
+    const auto read = [&](const auto* from, int64_t n) -> Vector {
+      const int64_t left = size - n * WIDTH;
+      return left >= WIDTH ? load(from + n * WIDTH) : left > 0 ? load_part(from + n * WIDTH, left) : Vector{};
+    };
+    const auto write = [&](auto* to, int64_t n, Vector v) {
+      const int64_t left = size - n * WIDTH;
+      if (left >= WIDTH)
+        store(to + n * WIDTH, v);
+      else if (left > 0)
+        store_part(to + n * WIDTH, v, left);
+    };
+    for (int64_t row = 0; row < r.rows; ++row) {
+      const float* before = r.sources ? memory.slots + r.sources[row] * memory.size + place : nullptr;
+      for (int64_t i = 0; i < d.key_dim; ++i)
+        for (int64_t n = 0; n < COLUMNS; ++n) matrix[i][n] = before ? read(before + i * d.value_dim, n) : Vector{};
+      const auto keep = [&](int64_t slot) {
+        float* after = memory.slots + slot * memory.size + place;
+        for (int64_t i = 0; i < d.key_dim; ++i)
+          for (int64_t n = 0; n < COLUMNS; ++n) write(after + i * d.value_dim, n, matrix[i][n]);
+      };
+      for (int64_t token = r.starts[row]; token < r.starts[row + 1]; ++token) {
+        const T* x = d.x + token * d.x_stride;
+        unit(x + head / shared * d.key_dim, query, d.key_dim, 1.0f / __builtin_sqrtf(static_cast<float>(d.key_dim)));
+        unit(x + widths + head / shared * d.key_dim, key, d.key_dim, 1.0f);
+        const T* rates = d.rates + token * d.rates_stride + head;
+        const float part = logistic(all(number(rates)))[0], speed = number(rates + d.value_heads) + d.offset[head];
+        const float soft = speed > 20.0f ? speed : __builtin_log1pf(__builtin_expf(speed));
+        const Vector decay = all(__builtin_expf(-d.decay[head] * soft));
+        Vector known[COLUMNS]{}, result[COLUMNS]{}, change[COLUMNS];
+        for (int64_t i = 0; i < d.key_dim; ++i)
+          for (int64_t n = 0; n < COLUMNS; ++n) {
+            matrix[i][n] *= decay;
+            known[n] = fma(matrix[i][n], all(key[i]), known[n]);
+          }
+        const T* values = x + 2 * widths + head * d.value_dim + column;
+        for (int64_t n = 0; n < COLUMNS; ++n) change[n] = (read(values, n) - known[n]) * part;
+        for (int64_t i = 0; i < d.key_dim; ++i)
+          for (int64_t n = 0; n < COLUMNS; ++n) {
+            matrix[i][n] = fma(all(key[i]), change[n], matrix[i][n]);
+            result[n] = fma(matrix[i][n], all(query[i]), result[n]);
+          }
+        T* out = d.out + token * d.out_stride + head * d.value_dim + column;
+        for (int64_t n = 0; n < COLUMNS; ++n) write(out, n, result[n]);
+        if (r.sources && r.snapshots[row] && token + 1 - r.starts[row] == r.afters[row]) keep(r.snapshots[row]);
+      }
+      if (r.sources) keep(r.targets[row]);
+    }
+  }
+}
+
+// out = norm(out) of each head, times silu(opening).
+template <class T>
+OCTAVO_INLINE void delta_norm_part(const Delta<T>& d, int64_t tokens, int thread, int threads) {
+  const Share own = share(tokens * d.value_heads, thread, threads);
+  for (int64_t piece = own.first; piece < own.last; ++piece) {
+    const int64_t token = piece / d.value_heads, head = piece % d.value_heads;
+    T* out = d.out + token * d.out_stride + head * d.value_dim;
+    const T* opening = d.opening + token * d.opening_stride + head * d.value_dim;
+    const float squares = total(d.value_dim, [&](auto v, Vector before) {
+      const Vector value = v.read(out);
+      return fma(value, value, before);
+    });
+    const Vector scale = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(d.value_dim) + d.eps));
+    each(d.value_dim, [&](auto v) {
+      const Vector gate = v.read(opening), normed = rounded(v.read(out) * scale, out);
+      v.write(out, rounded(normed * v.read(d.norm), out) * (gate / (1.0f + exponential(-gate))));
+    });
+  }
+}
+
 }  // namespace octavo
