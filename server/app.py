@@ -63,6 +63,7 @@ from server.routes import (
     ollama,
     ollama_embed,
     ollama_models,
+    ollama_several,
     operations,
     playground,
     responses,
@@ -257,6 +258,7 @@ def create_app(
         ollama.router,
         ollama_embed.router,
         ollama_models.router,
+        ollama_models.listing if several is None else ollama_several.router,
         ollama_models.bodies,
     ):
         app.include_router(router)

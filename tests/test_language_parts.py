@@ -69,6 +69,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "hidden_size_per_layer_input": 6},
         VISION | {"num_key_value_heads": 2, "head_dim": 8}, {"audio_config": None},
     ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        {"head_dim": 10, "global_head_dim": 12, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}, {"audio_config": None},
+    ),
     "Idefics3ForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
     "InternVLForConditionalGeneration": (
         {"model_type": "qwen2"}, VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, {}
@@ -114,12 +119,11 @@ def make_whole(name: str) -> Any:
     with ExitStack() as stack:
         if name.startswith("Gemma3n"):  # whose vision encoder needs a library of its own
             make = transformers.AutoModel.from_config
-            stand_in = nn.Linear(2, 2)
             stack.enter_context(
                 patch.object(
                     transformers.AutoModel,
                     "from_config",
-                    lambda config: make(config) if config.model_type == "gemma3n_text" else stand_in,
+                    lambda config: make(config) if config.model_type == "gemma3n_text" else nn.Linear(2, 2),
                 )
             )
         model = model_class(config)

@@ -19,6 +19,7 @@ from fake_client import FakeClient, byte_tokenizer, pool, say
 from cli.settings import load, settings_parser
 from engine import ConfigError, EngineConfig, ModelLoadError
 from engine.process.predict import Prediction
+from server.app import create_app
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import ApiKey, KeyRing, Role, read_api_keys
@@ -230,6 +231,23 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await found.http.post("/v1/models/unload", json={"model": "b"})).status_code == 403
             found.http.headers["Authorization"] = "Bearer all"
             assert list(await found.states()) == ["a", "b"]
+
+    run(go())
+
+
+def test_a_key_for_other_models_cannot_use_the_only_one() -> None:
+    async def go() -> None:
+        keys = [ApiKey.of("other", models=frozenset({"x"})), ApiKey.of("this", models=frozenset({"x", "a"}))]
+        engine = FakeClient(lambda name, source, params: say(name, ["hi"], params))
+        app = create_app(engine, byte_tokenizer(), "a", api_keys=KeyRing(keys))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            for key, status in (("other", 403), ("this", 200)):
+                http.headers["Authorization"] = f"Bearer {key}"
+                answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+                assert answer.status_code == status, answer.text
+                assert (await http.get("/v1/models")).status_code == 200
+            assert len(engine.asked) == 1
 
     run(go())
 
@@ -498,6 +516,30 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
             unloaded = await found.http.post("/v1/models/unload", json={"model": "a"})
             assert unloaded.json()["state"] == "unloaded"
             assert (await found.http.post("/v1/models/unload", json={"model": "x"})).status_code == 404
+
+    run(go())
+
+
+def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with world(monkeypatch, "a", "b") as found:
+
+            async def names(path: str) -> list[str]:
+                return [one["name"] for one in (await found.http.get(path)).json()["models"]]
+
+            assert (await found.http.get("/api/version")).status_code == 200
+            assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], [])
+            assert found.loads == []
+            body = {"model": "b", "prompt": "hi", "stream": False, "keep_alive": -1}
+            answer = await found.http.post("/api/generate", json=body)
+            assert answer.json()["response"] == "b"
+            assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], ["b:latest"])
+            shown = await found.http.post("/api/show", json={"name": "b:latest"})
+            assert shown.status_code == 200
+            assert found.loads == ["b"]
+            await found.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
+            await found.until(lambda: found.served("b").state == "unloaded")
+            assert await names("/api/ps") == []
 
     run(go())
 

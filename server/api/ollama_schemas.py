@@ -56,8 +56,8 @@ _DURATION = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[+-]
 KeepAlive = Annotated[
     Annotated[float, PlainValidator(_check_duration), WithJsonSchema(_DURATION)] | None,
     Field(
-        description="Time that the model stays loaded after the request. The served model always stays loaded, so that "
-        "this has no effect.",
+        description="Time that the model stays loaded after the request. It has no effect if the server has one model, "
+        "or the model is pinned.",
     ),
 ]
 Options = Annotated[

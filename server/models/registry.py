@@ -23,6 +23,7 @@ from server.answering.images import ImageReading
 from server.answering.rendering import ChatRenderer
 from server.answering.terms import DeadlineError, read_terms
 from server.api.multipart import read_form
+from server.api.ollama_schemas import OllamaNameRequest
 from server.api.reading import READ_BODY
 from server.api.schemas import ServedBody
 from server.app import make_reader
@@ -119,6 +120,8 @@ class Registry:
         use, body = Use.of(request), request.scope.get(READ_BODY)
         if body is not None:
             asked = getattr(body, "model", None)
+            if asked is None and isinstance(body, OllamaNameRequest):
+                asked = body.name
         elif routed_path(request.scope).startswith(_FORMS):
             asked = await self._of_form(request)
         else:
@@ -127,8 +130,15 @@ class Registry:
         use.begin(served)
         if served.state != "loaded":
             await self._wait(request, served, body, use)
-        assert served.running is not None
+        self._keep(served, getattr(body, "keep_alive", None))
+        if served.running is None:  # given up a moment after it had loaded
+            raise _failed(served)
         return served.running.service
+
+    def _keep(self, served: Served, seconds: object) -> None:
+        """As a request to Ollama's API asks: so long after it; below 0: for ever."""
+        if isinstance(seconds, int | float) and not served.model.pinned:
+            served.idle_time = None if seconds < 0 else float(seconds)
 
     async def _of_form(self, request: Request) -> str | None:
         assert self._house is not None

@@ -61,7 +61,7 @@ async def chat(
     require(service, "/v1/chat/completions")
     form = Form(body.model or service.model_id, chat=True)
     if not body.messages:
-        return _loaded(body, form)
+        return _loaded(body, form, service)
     ignored: Ignored = set()
     asked = read_chat(body, body.messages, model, service, ignored)
     with public_names(NAMES):
@@ -88,7 +88,7 @@ async def generate(
     check_generate(body)
     form = Form(body.model or service.model_id, chat=False)
     if not body.prompt and not body.suffix:
-        return _loaded(body, form)
+        return _loaded(body, form, service)
     ignored: Ignored = set()
     tokenizer, info = service.tokenizer, service.client.info
     templated = tokenizer is not None and tokenizer.chat_template is not None and info.max_encoder_len is None
@@ -105,10 +105,10 @@ async def generate(
     return await run.respond(request)
 
 
-def _loaded(body: OllamaAnswerBody, form: Form) -> Response:
-    """The answer to a request without a prompt, by which clients load and unload models. The served model stays."""
+def _loaded(body: OllamaAnswerBody, form: Form, service: Service) -> Response:
+    """The answer to a request without a prompt, by which clients load and unload models. A single model stays."""
     unloads = body.keep_alive == 0
-    headers = ignored_header(["keep_alive"]) if unloads else {}
+    headers = ignored_header(["keep_alive"]) if unloads and service.models is None else {}
     line = form.ended("unload" if unloads else "load")
     return Response(RootModel[Line](line).model_dump_json(), media_type="application/json", headers=headers)
 

@@ -23,11 +23,12 @@ from server.api.ollama_schemas import (
     OllamaVersion,
 )
 from server.api.reading import UntypedJsonRoute
-from server.context import Service, ServiceDep
+from server.context import HouseDep, Service, ServiceDep
 from server.errors import ApiError, shown
 from server.routes.ollama import ERRORS
 
 router = APIRouter()
+listing = APIRouter()  # of the only model and its adapters
 home = APIRouter()  # where no page is at /
 bodies = APIRouter(route_class=UntypedJsonRoute)
 
@@ -38,31 +39,31 @@ _STORES = "This server stores no models, so that it cannot {action} any. Start i
 
 
 @router.get("/api/version", responses=ERRORS, summary="Ollama's version")
-async def version(service: ServiceDep) -> OllamaVersion:
+async def version(service: HouseDep) -> OllamaVersion:
     """Return the version of Ollama whose API this server follows, and the server's own version."""
     return OllamaVersion(version=OLLAMA, octavo=service.version)
 
 
-@router.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
+@listing.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
 async def tags(service: ServiceDep) -> OllamaModels:
     """List the served model and its adapters, as in Ollama's API."""
     able = capabilities(service)
     return OllamaModels(
         models=[
-            OllamaListed(**await asyncio.to_thread(_facts, service, name), capabilities=able)
+            OllamaListed(**await asyncio.to_thread(facts_of, service, name), capabilities=able)
             for name in served_names(service)
         ]
     )
 
 
-@router.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
+@listing.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
 async def ps(service: ServiceDep) -> OllamaProcesses:
     """List the loaded models, as in Ollama's API. A served model is never unloaded."""
     info = service.client.info
     return OllamaProcesses(
         models=[
             OllamaRunning(
-                **(facts := await asyncio.to_thread(_facts, service, name)),
+                **(facts := await asyncio.to_thread(facts_of, service, name)),
                 expires_at=NEVER,
                 size_vram=0 if info.device == "cpu" else facts["size"],
                 context_length=info.max_model_len,
@@ -78,7 +79,7 @@ async def show(
 ) -> OllamaShown:
     """Describe a served model, as in Ollama's API: its files, template, decoding parameters and abilities."""
     name = find_model(service, _named(body)) or service.model_id
-    facts = await asyncio.to_thread(_facts, service, name)
+    facts = await asyncio.to_thread(facts_of, service, name)
     info, tokenizer = service.client.info, service.tokenizer
     template = (tokenizer.chat_template or "") if tokenizer is not None else ""
     parameters = "\n".join(f"{field:<30} {value}" for field, value in info.decoding.items())
@@ -174,7 +175,7 @@ def _named(body: OllamaNameRequest) -> str | None:
     return name
 
 
-def _facts(service: Service, name: str) -> dict[str, Any]:
+def facts_of(service: Service, name: str) -> dict[str, Any]:
     """The fields that all lists of models share. The facts of an adapter are those of its base model."""
     info = service.client.info
     adapter: AdapterInfo | None = service.client.adapters.get(name)

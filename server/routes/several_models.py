@@ -22,12 +22,14 @@ _EXAMPLE = {"chat": {"value": {"model": "chat"}}}
 _Card = LoadedCard | UnloadedCard
 
 
-def _models(house: Service) -> Models:
+def models_of_house(house: Service) -> Models:
+    """The models of a service that has several."""
     assert house.models is not None
     return house.models
 
 
-def _may_see(request: Request, status: ModelStatus) -> bool:
+def may_see(request: Request, status: ModelStatus) -> bool:
+    """Whether the request's API key may use a model."""
     key: ApiKey | None = getattr(request.state, "api_key", None)
     return key is None or key.may_use(status.name)
 
@@ -50,7 +52,7 @@ def _state(status: ModelStatus) -> dict[str, Any]:
 
 def _cards(house: Service, status: ModelStatus) -> list[_Card]:
     """A model, and its adapters while it is loaded."""
-    service = _models(house).service_of(status.name)
+    service = models_of_house(house).service_of(status.name)
     if service is None:
         unloaded = UnloadedCard(
             id=status.name,
@@ -76,9 +78,9 @@ def _cards(house: Service, status: ModelStatus) -> list[_Card]:
 )
 async def list_models(request: Request, house: HouseDep, version: Version = None) -> ModelStates | Response:
     """List all models that the API key may use, with their states."""
-    statuses = [status for status in _models(house).statuses() if _may_see(request, status)]
+    statuses = [status for status in models_of_house(house).statuses() if may_see(request, status)]
     if version is not None:
-        services = [(status, _models(house).service_of(status.name)) for status in statuses]
+        services = [(status, models_of_house(house).service_of(status.name)) for status in statuses]
         shown_models = [message_model(service or house, status.name) for status, service in services]
         names = [status.name for status in statuses] or [""]
         return whole(MessageModelList(data=shown_models, first_id=names[0], last_id=names[-1]))
@@ -95,13 +97,13 @@ async def list_models(request: Request, house: HouseDep, version: Version = None
 )
 async def get_model(model_id: str, request: Request, house: HouseDep, version: Version = None) -> _Card | Response:
     """Return a model with its state, or one of its adapters. Other ids get 404."""
-    status = _models(house).find(model_id)
-    if status is None or not _may_see(request, status):
-        names = ", ".join(status.name for status in _models(house).statuses() if _may_see(request, status))
+    status = models_of_house(house).find(model_id)
+    if status is None or not may_see(request, status):
+        names = ", ".join(status.name for status in models_of_house(house).statuses() if may_see(request, status))
         message = f"The model {shown(model_id)} does not exist; this server serves {names}."
         raise ApiError(404, message, param="model", code="model_not_found")
     if version is not None:
-        return whole(message_model(_models(house).service_of(status.name) or house, status.name))
+        return whole(message_model(models_of_house(house).service_of(status.name) or house, status.name))
     cards = _cards(house, status)
     return next((card for card in cards if card.id == model_id), cards[0])
 
@@ -115,7 +117,7 @@ async def get_model(model_id: str, request: Request, house: HouseDep, version: V
 )
 async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Load a model, and answer when it serves. The least recently used models may be unloaded for it."""
-    return _cards(house, await _models(house).load(body.model))[0]
+    return _cards(house, await models_of_house(house).load(body.model))[0]
 
 
 @_loading.post(
@@ -127,7 +129,7 @@ async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EX
 )
 async def unload_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Unload a model that no request uses. The next request to it loads it again."""
-    return _cards(house, await _models(house).unload(body.model))[0]
+    return _cards(house, await models_of_house(house).unload(body.model))[0]
 
 
 router.include_router(_loading)

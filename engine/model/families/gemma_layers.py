@@ -65,22 +65,9 @@ def _value_norm(c: Any) -> Norm:
 
 def _read_layers(c: Any) -> list[int | None]:
     """The layer whose keys and values each layer reads, the last one of its kind that has some; None: its own.
-
-    Raises:
-        UnsupportedModelError: num_kv_shared_layers leaves a kind of layers none to read.
-    """
-    shared, layers = c.num_kv_shared_layers or 0, c.num_hidden_layers
-    if not 0 <= shared < layers:
-        raise UnsupportedModelError(
-            f"num_kv_shared_layers of the config must be from 0 to num_hidden_layers {layers} less 1, got {shared}."
-        )
-    first = layers - shared
+    transformers refuses configs in which a kind of layers has none to read."""
+    first = c.num_hidden_layers - (c.num_kv_shared_layers or 0)
     last = {kind: i for i, kind in enumerate(c.layer_types[:first])}
-    if missing := sorted(set(c.layer_types[first:]) - last.keys()):
-        raise UnsupportedModelError(
-            f"num_kv_shared_layers of the config is {shared}: no layer of the kind {missing[0]} is left whose keys and "
-            "values others could read. Lower it."
-        )
     return [None if i < first else last[kind] for i, kind in enumerate(c.layer_types)]
 
 
@@ -186,7 +173,7 @@ def _fourth_networks(c: Any) -> list[FeedForward]:
     def network(reads: int | None) -> FeedForward:
         wide = 2 if c.use_double_wide_mlp and reads is not None else 1
         always = Gated(c.intermediate_size * wide, act)
-        if not c.enable_moe_block:
+        if not getattr(c, "enable_moe_block", False):
             return always
         chosen = routed(
             Gated(c.moe_intermediate_size, act),
@@ -202,7 +189,7 @@ def _fourth_networks(c: Any) -> list[FeedForward]:
 def _fourth(c: Any, model: ModelSpec) -> ModelSpec:
     stack = model.decoder
     assert stack is not None
-    width = c.hidden_size_per_layer_input
+    width = getattr(c, "hidden_size_per_layer_input", 0)
     given = LayerInput(width, activation(c.hidden_activation), _norm(c)) if width else None
     blocks = tuple(replace(block, input=given, factor=True) for block in stack.blocks)
     return replace(model, decoder=replace(stack, blocks=blocks, layer_vectors=_layer_vectors(c) if width else None))
@@ -343,7 +330,7 @@ FAMILIES = (
     ),
     _family(
         "Gemma 4",
-        ("Gemma4ForCausalLM", "Gemma4TextModel"),
+        ("Gemma4ForCausalLM", "Gemma4TextModel", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"),
         "normed values, wider global heads, vectors per layer and token, shared keys and values, MoE beside a network",
         _fourth_networks,
         _fourth,

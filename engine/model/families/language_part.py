@@ -15,6 +15,7 @@ ARCHITECTURES = frozenset(
         "Gemma3ForConditionalGeneration",
         "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "Llama4ForConditionalGeneration",
@@ -38,6 +39,7 @@ _FAMILIES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
@@ -106,5 +108,5 @@ def without_vision(table: WeightTable) -> WeightTable:
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
     r"(model\.)?image_newline",
-    r"(model\.)?(audio_tower|embed_vision|embed_audio)\..*",
+    r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )

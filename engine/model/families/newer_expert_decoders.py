@@ -39,27 +39,19 @@ from engine.model.spec import (
 
 
 def by_layer(c: Any, dense: FeedForward, experts: FeedForward) -> list[FeedForward]:
-    """The network of each layer, by `mlp_layer_types`.
-
-    Raises:
-        UnsupportedModelError: a layer of another type, too few or too many of them.
-    """
-    kinds = c.mlp_layer_types
-    if len(kinds) != c.num_hidden_layers or set(kinds) - {"dense", "sparse"}:
-        raise UnsupportedModelError(
-            f"mlp_layer_types of the config must have 'dense' or 'sparse' for each of num_hidden_layers "
-            f"{c.num_hidden_layers}, got {kinds}."
-        )
-    return [experts if kind == "sparse" else dense for kind in kinds]
+    """The network of each layer, by `mlp_layer_types`, which transformers has checked."""
+    return [experts if kind == "sparse" else dense for kind in c.mlp_layer_types]
 
 
-def _shared(c: Any, width: int, routing: Routing, *, always: int | None = None, normalize: bool = True) -> FeedForward:
-    """Experts of `width` features beside a network of `always` features, where there is one."""
+def _shared(
+    c: Any, width: int, routing: Routing, *, always: int | None = None, normalize: bool = True, bias: bool = False
+) -> FeedForward:
+    """Experts of `width` features beside a network of `always` features, where there is one, which may have biases."""
     act = activation(c.hidden_act)
     chosen = routed(
         Gated(width, act), count=c.num_experts, active=c.num_experts_per_tok, normalize=normalize, routing=routing
     )
-    return Shared(chosen, Gated(always, act)) if always else chosen
+    return Shared(chosen, Gated(always, act, bias)) if always else chosen
 
 
 # ---------------------------------------------------------------- EXAONE MoE
@@ -83,13 +75,8 @@ def _exaone_networks(c: Any) -> list[FeedForward]:
 def _hunyuan3(c: Any) -> list[FeedForward]:
     width = c.moe_intermediate_size
     routing = Corrected(least=1e-20, scale=c.router_scaling_factor)
-    experts = _shared(c, width, routing, always=width * c.num_shared_experts)
-    return by_layer(c, gated_network(c), experts)
-
-
-def _hunyuan3_refusals(c: Any) -> None:
-    if c.mlp_bias:
-        raise UnsupportedModelError("mlp_bias of the config must be false for this architecture, got true.")
+    experts = _shared(c, width, routing, always=width * c.num_shared_experts, bias=c.mlp_bias)
+    return by_layer(c, gated_network(c, bias=c.mlp_bias), experts)
 
 
 # ---------------------------------------------------------------- AFMoE and Laguna
@@ -220,7 +207,6 @@ FAMILIES = (
         "QK norms per head, MoE routed by corrected sigmoid scores, with a shared expert",
         attention=lambda c: attention(c, position=rotary(c), qk_norm=PerHead(rms(c)), bias=c.attention_bias),
         ffn=_hunyuan3,
-        refuse=_hunyuan3_refusals,
         names=DecoderNames(
             experts=ExpertNames(router="mlp.router.gate", always="mlp.shared_mlp", corrections=("mlp.expert_bias",)),
             guesses=True,

@@ -53,6 +53,13 @@ SHAPES = {
         BASE | {"global_head_dim": 16, "use_double_wide_mlp": True, "rope_parameters": BASES},
         prompts=(7, 32, 6, 0),
     ),
+    "gemma4-unified": FamilyShape(
+        "Gemma4UnifiedForCausalLM",
+        {name: value for name, value in BASE.items() if "per_layer" not in name}
+        | {"num_kv_shared_layers": 0, "num_global_key_value_heads": 1, "global_head_dim": 12, "attention_k_eq_v": True},
+        eos_gain=2.2,
+        prompts=(3, 7, 0, 1),
+    ),
     "gemma4-experts-keys-as-values": FamilyShape(
         "Gemma4ForCausalLM",
         BASE

@@ -73,6 +73,12 @@ SHAPES = {
         WINDOWS | {"head_dim": 10, "rope_parameters": {"rope_theta": 300.0}, "mlp_bias": True},
         prompts=(3, 4, 0, 1),
     ),
+    "emu3": FamilyShape(
+        "Emu3ForCausalLM",
+        BASE | {"attention_bias": True, "mlp_bias": True},
+        eos_gain=1.4,
+        prompts=(0, 1, 5, 2),
+    ),
     "jais2": FamilyShape(
         "Jais2ForCausalLM",
         BASE | {"head_dim": 10},
@@ -255,12 +261,11 @@ SHAPES = {
         | {
             "head_dim": 8,
             "attention_bias": True,
+            "mlp_bias": True,
             "tie_word_embeddings": True,
-            "mlp_layer_types": ["sparse", "sparse"],
+            "mlp_layer_types": ["sparse", "dense"],
             "num_shared_experts": 2,
         },
-        eos_gain=2.2,
-        prompts=(0, 17, 2, 3),
     ),
     "afmoe": FamilyShape(
         "AfmoeForCausalLM",
