@@ -124,8 +124,10 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 
 def agree(model: Transformer, padding: int = 0) -> None:
-    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise."""
-    if not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in model.spec.trunk.blocks):
+    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, and for the
+    delta rule, whose sums are."""
+    blocks = model.spec.trunk.blocks
+    if not any(isinstance(part, spec.Experts | spec.Shared | spec.DeltaRule) for b in blocks for part in (b.ffn, b.mixing)):
         equal(both_ways(model, padding))
         return
     packed = [one.packed for one in model.modules() if isinstance(one, Linear) and one.packed]

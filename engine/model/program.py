@@ -84,8 +84,8 @@ from engine.model.operations import (
 )
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
-from engine.model.state_layers import GatedConvolution, StateModule
-from engine.model.state_operations import Convolve
+from engine.model.state_layers import DeltaRuleAttention, GatedConvolution, StateModule
+from engine.model.state_operations import ApplyDelta, Convolve
 from engine.model.versions import LayerVersions, VersionEnds
 
 Operation = (
@@ -130,6 +130,7 @@ Operation = (
     | Scale
     | Add
     | Convolve
+    | ApplyDelta
 )
 
 
@@ -447,6 +448,8 @@ class Builder:
                 out = self.rows(name, x.width)
                 self.add(TransformFourier(x, out))
                 return out
+            case DeltaRuleAttention():
+                return self._delta_rule(module, x, name, layer)
             case GatedConvolution():
                 return self._gated_convolution(module, x, name, layer)
             case ReadingAttention():
@@ -601,10 +604,18 @@ class Builder:
         self.add(ExpandLatent(module, attended, expanded))
         return self._reduced(module.out, expanded, name)
 
+    def _delta_rule(self, module: DeltaRuleAttention, x: Rows, name: str, layer: int) -> Rows:
+        entered, opening = self.product(module.enter, x, "entered"), self.product(module.opening, x, "openings of heads")
+        rates, convolved = self.product(module.rates, x, "rates"), self.rows("convolved", entered.width)
+        self.add(Convolve(module.convolution, entered, convolved, False, layer))
+        out = self.rows("attended", opening.width)
+        self.add(ApplyDelta(module, convolved, rates, opening, out, layer))
+        return self._reduced(module.out, out, name)
+
     def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str, layer: int) -> Rows:
         width = module.convolution.width
         entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
-        self.add(Convolve(module.convolution, entered, out, layer))
+        self.add(Convolve(module.convolution, entered, out, True, layer))
         return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:

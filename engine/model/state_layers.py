@@ -40,6 +40,35 @@ class GatedConvolution(StateModule):
         self.out = Linear(part.width, hidden_size, part.bias, place)
 
 
+class DeltaRuleAttention(StateModule):
+    """The weights of a layer of the gated delta rule.
+
+    Attributes:
+        enter: makes queries, keys and values.
+        opening: makes gates.
+        rates: makes of each value head the share of a correction, before the sigmoid; then the numbers that its decay
+            follows from.
+        decay: [value heads] the logarithm of the decay's factor.
+        offset: [value heads] added to what the decay follows from.
+    """
+
+    def __init__(self, part: spec.DeltaRule, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        values = part.value_heads * part.value_dim
+        self.enter = Linear(hidden_size, part.convolved, False, place)
+        self.opening = Linear(hidden_size, values, False, place)
+        self.rates = Linear(hidden_size, 2 * part.value_heads, False, place)
+        self.convolution = CausalConvolution(part.convolved, part.kernel, False, place)
+        self.decay, self.offset = place.parameter(part.value_heads), place.parameter(part.value_heads)
+        self.norm = place.parameter(part.value_dim)
+        self.out = Linear(values, hidden_size, False, place)
+
+
 def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
     """The module of a layer with a state."""
-    return GatedConvolution(part, hidden_size, place)
+    match part:
+        case spec.ShortConvolution():
+            return GatedConvolution(part, hidden_size, place)
+        case spec.DeltaRule():
+            return DeltaRuleAttention(part, hidden_size, place)

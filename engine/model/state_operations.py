@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 from engine.backends.native.program import Rows
 from engine.model.operations import HasRows
-from engine.model.state_layers import CausalConvolution
+from engine.model.state_layers import CausalConvolution, DeltaRuleAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolve(HasRows):
-    """out = b * convolution(a * x) of [a | b | x].
+    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)).
 
     Attributes:
+        gated: which of them.
         layer: whose state, among the layers that have one.
     """
 
@@ -26,5 +27,26 @@ class Convolve(HasRows):
     WRITES = ("out",)
     module: CausalConvolution
     x: Rows
+    out: Rows
+    gated: bool
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ApplyDelta(HasRows):
+    """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix.
+
+    Attributes:
+        x: queries, keys and values.
+        rates: as of `DeltaRuleAttention`.
+        layer: whose state, among the layers that have one. Matrices lie behind the convolution's part of it.
+    """
+
+    READS = ("x", "rates", "opening")
+    WRITES = ("out",)
+    module: DeltaRuleAttention
+    x: Rows
+    rates: Rows
+    opening: Rows
     out: Rows
     layer: int

@@ -257,6 +257,24 @@ class OfHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Of each of `heads` heads as many rows from `begin` on as the parameter has of one; a head has `rows` rows in all,
+    and other parameters use the others."""
+
+    heads: int
+    rows: int
+    begin: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((self.heads * self.rows, *target[1:]))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        taken = len(target) // self.heads
+        own = source.view(self.heads, self.rows, *source.shape[1:])[:, self.begin : self.begin + taken]
+        target.copy_(own.reshape(target.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class Stacked:
     """`count` parameters of one shape in a single one. `inner` fills each. The sources of the first come first."""
 

@@ -189,6 +189,8 @@ def fill_randomly(model: Any, seed: int) -> None:
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
         elif name.endswith("layer_scalar"):
             tensor.copy_(1.0 + 0.3 * torch.randn(tensor.shape, generator=generator))
+        elif name.endswith("A_log"):  # so that states last for some tokens, not for one
+            tensor.copy_(-2.0 + torch.randn(tensor.shape, generator=generator))
 
 
 def is_router(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from engine.backends.native.adapters import find_runs
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
-from engine.backends.native.program import MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows, StateMemory
+from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows, StateMemory
 from engine.backends.native.rotary import LONGEST_HEAD
 from engine.backends.torch import executor as torch_executor
 from engine.backends.torch.executor import Pass, TorchExecutor
@@ -48,7 +48,7 @@ from engine.model.operations import (
 from engine.model.positions import Rotary
 from engine.model.program import Operation, Program
 from engine.model.slots import find_slots
-from engine.model.state_operations import Convolve
+from engine.model.state_operations import ApplyDelta, Convolve
 from engine.model.tables import Tables
 
 logger = logging.getLogger("octavo.model")
@@ -87,6 +87,9 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             | Convolve()
         ):
             return None
+        case ApplyDelta():
+            size = operation.module.part.key_dim
+            return f"the delta rule with keys of {size} features has no kernel" if size > LONGEST_KEY else None
         case Multiply():
             return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
         case PrepareHeads() | StoreEncoded():
@@ -311,9 +314,17 @@ class NativeExecutor:
                 self.native.add(x, y, out)
             case MixExperts(module, x, out):
                 self._mix_experts(module, x, out)
-            case Convolve(module, x, out, layer):
+            case Convolve(module, x, out, gated, layer):
                 memory = self._states.setdefault(layer, StateMemory())
-                self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=True)
+                self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=gated)
+            case ApplyDelta(module, x, rates, opening, out, layer):
+                memory = self._states.setdefault(layer, StateMemory())
+                part = module.part
+                self.native.apply_delta(
+                    x, rates, opening, out, memory, decay=module.decay, offset=module.offset, norm=module.norm,
+                    begin=(part.kernel - 1) * part.convolved, eps=part.eps, key_heads=part.key_heads,
+                    value_heads=part.value_heads, key_dim=part.key_dim, value_dim=part.value_dim,
+                )  # fmt: skip
             case AddAdapters() | AllReduce():
                 pass  # nothing to add where no adapters are taken, and on one device
 

@@ -24,9 +24,8 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE = (
-    range(13)
-)
+_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
+_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA = range(7, 14)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -75,6 +74,11 @@ _Shrink = structure("ShrinkWhat", "Place x thin | pointer slots | int inputs")
 _Expand = structure("ExpandWhat", "Place thin y | pointer slots")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
 _StateMemory = structure("StateMemory", "pointer slots | int size")
+_Delta = structure(
+    "DeltaWhat",
+    "Place x rates opening out | pointer decay offset norm memory | int begin key_heads value_heads key_dim value_dim |"
+    "double eps",
+)
 _Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps gated")
 
 
@@ -167,6 +171,7 @@ class ExpertsRoom(NamedTuple):
 
 
 MOST_EXPERTS = 1024
+LONGEST_KEY = 256
 
 
 class Program:
@@ -445,6 +450,40 @@ class Program:
             taps, added, memory,
         )  # fmt: skip
 
+    def apply_delta(
+        self,
+        x: Rows,
+        rates: Rows,
+        opening: Rows,
+        out: Rows,
+        memory: StateMemory,
+        *,
+        decay: Tensor,
+        offset: Tensor,
+        norm: Tensor,
+        begin: int,
+        eps: float,
+        **sizes: int,
+    ) -> None:
+        """The gated delta rule (`engine.model.state_operations.ApplyDelta`).
+
+        Args:
+            begin: numbers of a state before the matrices.
+            sizes: key_heads, value_heads, key_dim, value_dim.
+        """
+        if sizes["key_dim"] > LONGEST_KEY:
+            raise ValueError(f"a key may have at most {LONGEST_KEY} features, got {sizes['key_dim']}")
+        factors, added = decay.float().exp().contiguous(), offset.float().contiguous()
+        weight = norm.float().contiguous()
+        self._add(
+            _DELTA,
+            _Delta(
+                x=_place(x), rates=_place(rates), opening=_place(opening), out=_place(out), decay=factors.data_ptr(),
+                offset=added.data_ptr(), norm=weight.data_ptr(), memory=memory.address, begin=begin, eps=eps, **sizes,
+            ),
+            factors, added, weight, memory,
+        )  # fmt: skip
+
     def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
         self._operations.append((kind, what, barrier))
         self._kept.extend(kept)
@@ -595,6 +634,7 @@ def _named(kind: int, what: Any) -> str:
         "adapters, down",
         "adapters, up",
         "convolution",
+        "delta rule",
     )[kind]
 
 

@@ -17,7 +17,7 @@ from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Wi
 from engine.backends.native.program import Rows
 from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
 from engine.backends.torch.attention import OwnKey, QueryBias
-from engine.backends.torch.states import convolve, each_row
+from engine.backends.torch.states import apply_delta, convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.attention_operations import (
@@ -79,7 +79,7 @@ from engine.model.program import Operation, Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
-from engine.model.state_operations import Convolve
+from engine.model.state_operations import ApplyDelta, Convolve
 from engine.model.tables import Tables
 
 
@@ -530,19 +530,56 @@ def _add(operation: Add, state: Pass) -> None:
 
 
 def _convolve(operation: Convolve, state: Pass) -> None:
-    module, x = operation.module, state.values[operation.x]
-    before, after, features = x.chunk(3, dim=1)
-    entered, out = before * features, torch.zeros_like(after)
+    module, entered = operation.module, state.values[operation.x]
+    after = None
+    if operation.gated:
+        before, after, features = entered.chunk(3, dim=1)
+        entered = before * features
+    out = torch.zeros_like(entered)
     weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
 
     def step(known: Tensor, tokens: slice) -> Tensor:
         total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
-        out[tokens] = total.to(out.dtype) * after[tokens]
+        total = total.to(out.dtype)
+        out[tokens] = activate_by_name("silu", total) if after is None else total * after[tokens]
         return left.flatten()
 
     inputs = state.inputs
-    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, (module.taps - 1) * module.width, step)
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, (module.taps - 1) * module.width)
     state.values[operation.out] = out
+
+
+def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
+    module, part, inputs = operation.module, operation.module.part, state.inputs
+    x, opening = state.values[operation.x], state.values[operation.opening]
+    widths = (part.key_heads * part.key_dim,) * 2 + (part.value_heads * part.value_dim,)
+    dims = (part.key_dim, part.key_dim, part.value_dim)
+    queries, keys, values = (
+        _heads(one.float(), dim) for one, dim in zip(x.split(widths, dim=1), dims, strict=True)
+    )
+    each = part.value_heads // part.key_heads
+    queries, keys = (
+        (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, dim=1)
+        for one in (queries, keys)
+    )
+    queries = queries * part.key_dim**-0.5
+    shares, speeds = state.values[operation.rates].float().chunk(2, dim=1)
+    decays = (-module.decay.float().exp() * F.softplus(speeds + module.offset.float())).exp()
+    shares = shares.sigmoid()
+    attended = torch.zeros_like(values)
+
+    def step(known: Tensor, tokens: slice) -> Tensor:
+        matrices = known.view(part.value_heads, part.key_dim, part.value_dim)
+        given = (queries[tokens], keys[tokens], values[tokens])
+        attended[tokens], left = apply_delta(given, decays[tokens], shares[tokens], matrices)
+        return left.flatten()
+
+    begin = (part.kernel - 1) * part.convolved
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, part.state_size - begin, begin)
+    heads = attended.to(x.dtype).float()
+    normed = (heads * (heads.square().mean(-1, keepdim=True) + part.eps).rsqrt()).to(x.dtype) * module.norm
+    gates = _heads(F.silu(opening.float()), part.value_dim)
+    state.values[operation.out] = (normed * gates).to(x.dtype).flatten(1)
 
 
 HANDLERS: dict[type, Handler] = {
@@ -587,4 +624,5 @@ HANDLERS: dict[type, Handler] = {
     Scale: _scale,
     Add: _add,
     Convolve: _convolve,
+    ApplyDelta: _apply_delta,
 }

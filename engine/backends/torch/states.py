@@ -13,21 +13,24 @@ Step = Callable[[Tensor, slice], Tensor]
 """Given the numbers of a row's state and some of its tokens, computes these and gives the state after them."""
 
 
-def each_row(counts: Sequence[int], states: States | None, layer: int, size: int, step: Step) -> None:
+def each_row(
+    counts: Sequence[int], states: States | None, layer: int, step: Step, size: int, begin: int = 0
+) -> None:
     """Compute all rows of a pass from their states, and keep those.
 
     Args:
         counts: tokens of each row.
         states: None: they begin as zeros and are not kept.
         layer: whose states, among the layers that have some.
-        size: numbers of a state.
+        size, begin: so many numbers from this one on of a state are the operation's.
     """
     start = 0
     for row, count in enumerate(counts):
         if states is None:
             step(torch.zeros(size), slice(start, start + count))
         else:
-            memory, snapshot, after = states.layers[layer], int(states.snapshots[row]), int(states.afters[row])
+            memory = states.layers[layer][:, begin : begin + size]
+            snapshot, after = int(states.snapshots[row]), int(states.afters[row])
             state = memory[int(states.sources[row])].clone()
             if snapshot:
                 state = memory[snapshot] = step(state, slice(start, start + after))
@@ -35,6 +38,29 @@ def each_row(counts: Sequence[int], states: States | None, layer: int, size: int
                 after = 0
             memory[int(states.targets[row])] = step(state, slice(start + after, start + count))
         start += count
+
+
+def apply_delta(
+    x: tuple[Tensor, Tensor, Tensor], decays: Tensor, shares: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule of some tokens, one after the other.
+
+    Args:
+        x: queries and keys [N, heads, key_dim], values [N, heads, value_dim]; float32.
+        decays, shares: [N, heads] the factors of the matrices, and of corrections.
+        state: [heads, key_dim, value_dim].
+
+    Returns:
+        [N, heads, value_dim], and the state after the last token.
+    """
+    out = torch.empty_like(x[2])
+    for token, (query, key, value) in enumerate(zip(*x, strict=True)):
+        state = state * decays[token, :, None, None]
+        known = (state * key[:, :, None]).sum(dim=1)
+        change = (value - known) * shares[token, :, None]
+        state = state + key[:, :, None] * change[:, None, :]
+        out[token] = (state * query[:, :, None]).sum(dim=1)
+    return out, state
 
 
 def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

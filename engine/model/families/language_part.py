@@ -31,6 +31,8 @@ ARCHITECTURES = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
     }
 )
@@ -59,6 +61,8 @@ _FAMILIES = {
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
@@ -127,5 +131,6 @@ def without_vision(table: WeightTable) -> WeightTable:
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
     r"(model\.)?image_newline",
+    r"mtp\..*",  # guesses later tokens
     r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )

@@ -26,4 +26,35 @@ class ShortConvolution:
         return (self.kernel - 1) * self.width
 
 
-StateLayer = ShortConvolution
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """Heads that each keep a matrix, which every token decays and corrects: S = d * S + k (b * (v - k (d * S))), and
+    which its query reads (gated delta rule, arXiv:2412.06464). Queries, keys and values pass a short convolution and
+    SiLU; queries and keys have length 1. Results are normed per head, times SiLU of a gate.
+
+    Attributes:
+        key_heads, value_heads: their numbers; neighbouring value heads share a key head.
+        key_dim, value_dim: features of a head.
+        kernel: tokens that the convolution sees, the token itself included.
+        eps: of the norm.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    eps: float
+
+    @property
+    def convolved(self) -> int:
+        """Features that are convolved: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state."""
+        return (self.kernel - 1) * self.convolved + self.value_heads * self.key_dim * self.value_dim
+
+
+StateLayer = ShortConvolution | DeltaRule

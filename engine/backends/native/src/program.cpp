@@ -251,6 +251,16 @@ struct Runner {
     convolve_part(a, *o.memory, state_rows(), thread, threads);
   }
 
+  void run(const DeltaWhat& o) const {
+    const Delta<T> a{at(o.x),       at(o.rates),     at(o.opening),     at(o.out),      o.decay,
+                     o.offset,      o.norm,          o.x.stride,        o.rates.stride, o.opening.stride,
+                     o.out.stride,  o.begin,         o.key_heads,       o.value_heads,  o.key_dim,
+                     o.value_dim,   static_cast<float>(o.eps)};
+    delta_part(a, *o.memory, state_rows(), thread, threads);
+    others.wait(threads);
+    delta_norm_part(a, step.starts[step.rows], thread, threads);
+  }
+
   void run(const ClipWhat& o) const {
     const Vector most = all(static_cast<float>(o.limit)), least = all(static_cast<float>(-o.limit));
     each_row([&](int64_t row) {
@@ -276,6 +286,7 @@ struct Runner {
       case OPEN: return run(*static_cast<const OpenWhat*>(o.what));
       case SHRINK: return run(*static_cast<const ShrinkWhat*>(o.what));
       case EXPAND: return run(*static_cast<const ExpandWhat*>(o.what));
+      case DELTA: return run(*static_cast<const DeltaWhat*>(o.what));
       case CONVOLVE: return run(*static_cast<const ConvolveWhat*>(o.what));
     }
   }

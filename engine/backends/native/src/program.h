@@ -16,7 +16,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13 };
 
 struct Operation {
   int64_t kind;
@@ -138,6 +138,15 @@ struct ConvolveWhat {
   const float *weight, *bias;
   const StateMemory* memory;
   int64_t width, taps, gated;
+};
+
+// The gated delta rule, see Delta in states.h.
+struct DeltaWhat {
+  Place x, rates, opening, out;
+  const float *decay, *offset, *norm;
+  const StateMemory* memory;
+  int64_t begin, key_heads, value_heads, key_dim, value_dim;
+  double eps;
 };
 
 struct ClipWhat {
