@@ -323,7 +323,7 @@ def test_another_head_of_a_family_that_is_served() -> None:
         of_type("mamba", "MambaForCausalLM"),
         of_type("rwkv", "RwkvForCausalLM"),
         of_type("jamba", "JambaForCausalLM"),
-        of_type("qwen3_next", "Qwen3NextForCausalLM"),
+        of_type("nemotron_h", "NemotronHForCausalLM"),
         of_type("recurrent_gemma", "RecurrentGemmaForCausalLM"),
         of_type("falcon_h1", "FalconH1ForCausalLM"),
         of_type("xlstm", "xLSTMForCausalLM"),

@@ -25,7 +25,7 @@ from support.reference import MIN_MARGIN
 from torch import nn
 
 from engine import Engine, SamplingParams
-from engine.errors import UnsupportedModelError
+from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.families.language_part import ARCHITECTURES
 
 VOCAB, EOS, TOKENS = 199, 7, 16
@@ -52,6 +52,12 @@ VISION: dict[str, Any] = {
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]}}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_heads": 2}
 CLIP, SIGLIP = VISION | {"model_type": "clip_vision_model"}, VISION | {"model_type": "siglip_vision_model"}
+DELTA: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1],
+                        "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 # Of each architecture the settings of its language part, of what sees, and of the whole.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "AyaVisionForConditionalGeneration": ({"model_type": "cohere2", "sliding_window": 9}, SIGLIP, {}),
@@ -96,6 +102,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VLForConditionalGeneration": (AXES, QWEN_VISION, {"tie_word_embeddings": True}),
     "Qwen3VLForConditionalGeneration": (
         AXES | {"head_dim": 8}, QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
+    ),
+    "Qwen3_5ForConditionalGeneration": (DELTA | {"head_dim": 8}, QWEN_VISION | {"num_position_embeddings": 16}, {}),
+    "Qwen3_5MoeForConditionalGeneration": (
+        DELTA | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                 "shared_expert_intermediate_size": 20},
+        QWEN_VISION | {"num_position_embeddings": 16}, {"tie_word_embeddings": True},
     ),
     "SmolVLMForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
 }  # fmt: skip
@@ -199,6 +211,19 @@ def test_older_names_of_the_weights_are_known(tmp_path: Path) -> None:
         }
         save_file(inner, file, {"format": "pt"})
     assert answers[0] == answers[1]
+
+
+def test_layers_that_guess_later_tokens_are_left_out(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the layers are beside the model."""
+    make_whole("Qwen3_5ForConditionalGeneration").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    assert any(name.startswith("model.language_model.layers.0.linear_attn.") for name in stored)
+    save_file(stored | {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    make_engine(tmp_path, max_model_len=96).close()
+    save_file(stored | {"mtm.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="mtm.layers.0"):
+        make_engine(tmp_path, max_model_len=96)
 
 
 def test_a_language_part_that_is_no_family_is_refused(tmp_path: Path) -> None:

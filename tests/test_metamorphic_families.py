@@ -39,6 +39,7 @@ SHAPES = {
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
     "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
+    "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

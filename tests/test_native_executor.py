@@ -125,9 +125,10 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 def agree(model: Transformer, padding: int = 0) -> None:
     """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, and for the
-    delta rule, whose sums are."""
+    delta rule, whose sums over keys are."""
     blocks = model.spec.trunk.blocks
-    if not any(isinstance(part, spec.Experts | spec.Shared | spec.DeltaRule) for b in blocks for part in (b.ffn, b.mixing)):
+    delta = any(isinstance(block.mixing, spec.DeltaRule) for block in blocks)
+    if not delta and not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in blocks):
         equal(both_ways(model, padding))
         return
     packed = [one.packed for one in model.modules() if isinstance(one, Linear) and one.packed]
@@ -136,7 +137,8 @@ def agree(model: Transformer, padding: int = 0) -> None:
     for ours, theirs in both_ways(model, padding):
         assert torch.equal(ours.isfinite(), theirs.isfinite())
         difference = (ours - theirs).float().nan_to_num(0.0).norm()
-        assert difference <= (1e-6 if exact else 1e-2) * theirs.float().nan_to_num(0.0).norm()
+        most = (1e-5 if exact else 3e-2) if delta else (1e-6 if exact else 1e-2)
+        assert difference <= most * theirs.float().nan_to_num(0.0).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

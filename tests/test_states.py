@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.driving import Job, check_idle, make_engine, run, run_alone
+from support.driving import Job, check_idle, make_engine, run, run_alone, watching
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 
@@ -32,10 +32,10 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("lfm2")
-    make_family_checkpoint(replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB), path)
+@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_family_checkpoint(replace(FAMILY_SHAPES[request.param], vocab=VOCAB), path)
     return path
 
 
@@ -135,8 +135,27 @@ def test_tokens_are_not_drafted(folder: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_gpus_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"ShortConvolution.* no kernels for GPUs yet.*--device cpu"):
+    with pytest.raises(UnsupportedModelError, match=r"(Convolution|DeltaRule).* no kernels for GPUs.*--device cpu"):
         starting.resolve(EngineConfig(model=str(folder), skip_tokenizer_init=True), torch.device("cuda"))
+
+
+def test_states_that_are_large_leave_room_for_four_requests(tmp_path: Path) -> None:
+    """In the proportions of 20 MB of states and 512 MiB of cache: four requests hold two slots each in a step, and
+    snapshots have the rest."""
+    make_family_checkpoint(replace(FAMILY_SHAPES["qwen3.5"], vocab=VOCAB), tmp_path)
+    with engine_of(tmp_path) as one:
+        cache = one.runner.cache
+        assert cache.states is not None
+        size = sum(layer[0].nbytes for layer in cache.states.layers)
+    settings = {"kv_cache_memory": 26 * size, "num_gpu_blocks_override": None, "max_num_seqs": 64}
+    jobs = [Job(prompt(80 + number, 30), greedy(12, ignore_eos=True)) for number in range(4)]
+    with engine_of(tmp_path, enable_prefix_caching=False) as one:
+        expected = run_alone(one, jobs)
+    with engine_of(tmp_path, **settings) as one, watching(one) as plans:
+        assert run(one, jobs) == expected
+        assert one.stats().num_preemptions == 0
+        assert max(plan.num_rows for plan in plans) == 4
+        assert slots_of(one).total == 12
 
 
 @pytest.fixture

@@ -605,8 +605,10 @@ class Builder:
         return self._reduced(module.out, expanded, name)
 
     def _delta_rule(self, module: DeltaRuleAttention, x: Rows, name: str, layer: int) -> Rows:
-        entered, opening = self.product(module.enter, x, "entered"), self.product(module.opening, x, "openings of heads")
-        rates, convolved = self.product(module.rates, x, "rates"), self.rows("convolved", entered.width)
+        entered = self.product(module.enter, x, "entered")
+        opening = self.product(module.opening, x, "openings of heads")
+        rates = self.product(module.rates, x, "rates")
+        convolved = self.rows("convolved", entered.width)
         self.add(Convolve(module.convolution, entered, convolved, False, layer))
         out = self.rows("attended", opening.width)
         self.add(ApplyDelta(module, convolved, rates, opening, out, layer))

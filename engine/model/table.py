@@ -339,7 +339,7 @@ def keeps_rows(transform: Transform) -> bool:
     """Whether all that a transformation does is to put whole rows elsewhere: then it does the same with what is stored
     of each row, integers and scales."""
     match transform:
-        case Same() | Swapped() | Interleaved() | Alternating():
+        case Same() | Swapped() | Interleaved() | Alternating() | HeadRows():
             return True
         case Joined(inner=several):
             return all(map(keeps_rows, several))

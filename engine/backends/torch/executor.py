@@ -554,9 +554,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     x, opening = state.values[operation.x], state.values[operation.opening]
     widths = (part.key_heads * part.key_dim,) * 2 + (part.value_heads * part.value_dim,)
     dims = (part.key_dim, part.key_dim, part.value_dim)
-    queries, keys, values = (
-        _heads(one.float(), dim) for one, dim in zip(x.split(widths, dim=1), dims, strict=True)
-    )
+    queries, keys, values = (_heads(one.float(), dim) for one, dim in zip(x.split(widths, dim=1), dims, strict=True))
     each = part.value_heads // part.key_heads
     queries, keys = (
         (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, dim=1)

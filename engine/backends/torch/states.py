@@ -13,9 +13,7 @@ Step = Callable[[Tensor, slice], Tensor]
 """Given the numbers of a row's state and some of its tokens, computes these and gives the state after them."""
 
 
-def each_row(
-    counts: Sequence[int], states: States | None, layer: int, step: Step, size: int, begin: int = 0
-) -> None:
+def each_row(counts: Sequence[int], states: States | None, layer: int, step: Step, size: int, begin: int = 0) -> None:
     """Compute all rows of a pass from their states, and keep those.
 
     Args:

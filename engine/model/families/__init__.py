@@ -196,7 +196,7 @@ def _unknown(config: Any) -> UnsupportedModelError:
     elif keeps_state(config):
         why = (
             ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
-            "gated short convolutions, the gated delta rule of Qwen3.5"
+            "gated short convolutions, the gated delta rule of Qwen3.5 and Qwen3-Next"
         )
         instead = "No supported architecture would do in its place."
     elif getattr(config, "text_config", None):

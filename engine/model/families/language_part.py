@@ -131,6 +131,5 @@ def without_vision(table: WeightTable) -> WeightTable:
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
     r"(model\.)?image_newline",
-    r"mtp\..*",  # guesses later tokens
     r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )

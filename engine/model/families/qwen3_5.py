@@ -26,6 +26,16 @@ from engine.model.spec import (
 from engine.model.table import Entry, HeadRows, Joined, Reshaped, Same
 
 
+# The least and the most that they may be.
+_SIZES = {
+    "linear_num_key_heads": (1, 1024),
+    "linear_num_value_heads": (1, 1024),
+    "linear_key_head_dim": (1, 1024),
+    "linear_value_head_dim": (1, 1024),
+    "linear_conv_kernel_dim": (2, 64),
+}
+
+
 def _norm(c: Any) -> Norm:
     return Norm("rms", c.rms_norm_eps, unit_offset=True)
 
@@ -35,14 +45,13 @@ def _refuse_others(c: Any) -> None:
         raise UnsupportedModelError("attention_bias of the config must be false for this family, got true.")
     if c.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act of the config must be 'silu' for this family, got {c.hidden_act!r}.")
+    for name, (least, most) in _SIZES.items():
+        if not least <= getattr(c, name) <= most:
+            raise UnsupportedModelError(f"{name} of the config must be from {least} to {most}, got {getattr(c, name)}.")
     if c.linear_num_value_heads % c.linear_num_key_heads:
         raise UnsupportedModelError(
             f"linear_num_value_heads {c.linear_num_value_heads} of the config must be a multiple of "
             f"linear_num_key_heads {c.linear_num_key_heads}."
-        )
-    if c.linear_conv_kernel_dim < 2:
-        raise UnsupportedModelError(
-            f"linear_conv_kernel_dim of the config must be at least 2, got {c.linear_conv_kernel_dim}."
         )
 
 
@@ -160,6 +169,8 @@ _NAMES = DecoderNames(
     attention=_attention_weights,
     mixing=_delta_weights,
     experts=ExpertNames(always="mlp.shared_expert"),
+    # What guesses later tokens is unread in transformers, too.
+    unread=(*DecoderNames().unread, r"mtp\..*"),
 )
 
 FAMILIES = (

@@ -78,8 +78,8 @@ from engine.model.spec.vision import Projector, Shuffled, Vision
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
-    "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated", "GlobalStream",
-    "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput", "LayerVectors",
+    "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
+    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput", "LayerVectors",
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
     "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput",
