@@ -22,7 +22,7 @@ _KINDS = ("int8", "int8-fast", "int4")
 
 
 def parser() -> OneLineParser:
-    """MODEL, the folder, and how."""
+    """The parser of MODEL, the folder and the format."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} MODEL FOLDER [flags]", description=DESCRIPTION)
     made.add_argument("model", metavar="MODEL", help="folder, unquantized GGUF file, or hub id")
     made.add_argument(
@@ -38,7 +38,7 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Write it; 1 if that cannot be done."""
+    """Write the copy; returns 1 if that fails."""
     made = parser()
     given = made.parse_args(arguments)
     from engine import ConfigError, OctavoError, parse_bytes, quantise_checkpoint

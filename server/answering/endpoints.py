@@ -1,4 +1,4 @@
-"""The endpoints that the served model supports, and the refusals of the others."""
+"""The endpoints that the served model supports, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HEADS = {
     "entities": "its head finds entities by labels",
 }
 
-# Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
+# Tasks whose results are vectors or matrices; the first one that a model supports is its default.
 MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed", "sparse_embed")
 
-# Why a model cannot serve an endpoint; None if it can.
+# The reason why a model cannot serve an endpoint; None if it can.
 _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 
@@ -156,7 +156,7 @@ ENDPOINTS: dict[str, _Reason] = {
 
 
 def served_endpoints(info: EngineInfo, tokenizer: Tokenizer | None) -> list[str]:
-    """Paths of the endpoints that the model can serve, without /tokenize and the endpoints about the service itself."""
+    """Paths of the endpoints that the model can serve, without /tokenize and endpoints about the service."""
     return [path for path, reason in ENDPOINTS.items() if reason(info, tokenizer) is None]
 
 
@@ -167,7 +167,7 @@ def require(service: Service, endpoint: str) -> None:
         endpoint: a path of `ENDPOINTS`.
 
     Raises:
-        ApiError: 400, code unsupported_endpoint; gives the reason and the endpoints that it serves.
+        ApiError: 400, code unsupported_endpoint; gives the reason and the supported endpoints.
     """
     info, tokenizer = service.client.info, service.tokenizer
     reason = ENDPOINTS[endpoint](info, tokenizer)
@@ -178,7 +178,7 @@ def require(service: Service, endpoint: str) -> None:
 
 
 def _reads(info: EngineInfo) -> str:
-    """The inputs that a model reads."""
+    """The kinds of input that a model reads."""
     kinds = ["texts"] if info.vocab_size else []
     return " and ".join(kinds if info.signal is None else [*kinds, "images"])
 
