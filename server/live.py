@@ -1,4 +1,4 @@
-"""The live feed: what the pages of the KV cache hold, and the requests that run and wait.
+"""The live feed: the state of the pages of the KV cache, and the running and waiting requests.
 
 The engine is asked a few times a second while the feed is watched, once for all its watchers, and not at all otherwise.
 Nothing in a frame is a request's content or id.

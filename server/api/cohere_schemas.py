@@ -11,7 +11,7 @@ from server.api.scoring_schemas import Texts
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 InputType = Literal["search_document", "search_query", "classification", "clustering", "image"]
-MAX_IMAGES = 96  # of a request, as at Cohere
+MAX_IMAGES = 96  # texts or images in one request, as at Cohere
 
 
 class CohereEmbedRequest(NumbersBody):

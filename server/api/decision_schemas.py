@@ -53,7 +53,7 @@ def _part(part: Any) -> str:
 
 
 def _parts(value: Any) -> str:
-    """A text, or the texts of a list of parts."""
+    """A text, or the texts in a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -62,7 +62,7 @@ def _parts(value: Any) -> str:
 
 
 def _item(item: Any) -> str:
-    """An item of the input as the model reads it; who said it, unless the user did."""
+    """An item of the input as the model reads it, with its role unless it is the user's."""
     if not isinstance(item, dict):
         raise PydanticCustomError("item", "must hold messages, calls and outputs")
     kind = item.get("type", "message")
@@ -107,7 +107,7 @@ Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHE
 
 
 class _Part(BaseModel):
-    """A part of a request. It keeps unknown fields, to name them."""
+    """A part of a request. It keeps unknown fields in order to name them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -179,7 +179,7 @@ class DecisionRequest(ServedBody):
     joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false.")
 
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields, those of questions, choices and levels included."""
+        """Names of unknown fields, including those of questions, choices and levels."""
         names = ServedBody.ignored_fields(self)
         for place, question in enumerate(self.questions):
             names += question.unknown(f"questions.{place}")

@@ -1,4 +1,4 @@
-"""Bodies that the API's documentation shows; each works as it stands, whatever the model (score: decoder-only)."""
+"""Example bodies in the API's documentation; each works unchanged with any model (score: decoder-only)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
 }
-RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # which generates nothing
+RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # it generates nothing
 _BOOK = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
@@ -119,7 +119,7 @@ POOLING: dict[str, Any] = {
         "value": {"input": "A cat sat.", "encoding_format": "base64", "embed_dtype": "float16"},
     },
 }
-# Each works on a model that the endpoint is for (fill-mask: whose mask token is BERT's).
+# Each works on a model that supports the endpoint (fill-mask: with BERT's mask token).
 _QUERY = "How many leaves does a sheet folded three times have?"
 _DOCUMENTS = [
     "A folio is a sheet that is folded once.",

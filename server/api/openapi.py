@@ -1,4 +1,4 @@
-"""The front door's part of the OpenAPI document: the API key, and the answers of the limits."""
+"""The middleware's part of the OpenAPI document: the API key, and the error responses of the limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEME = "api_key"
 KEY_SCHEME = "x_api_key"
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
 
-# Ends of paths whose bodies no engine answers.
+# Endings of paths that work without the engine.
 _WITHOUT_ENGINE = ("/count_tokens", "/input_tokens", "/conversations", "/{conversation_id}", "/items")
 _TIMEOUT = {
     "name": "X-Request-Timeout",
@@ -27,8 +27,8 @@ _TIMEOUT = {
 
 
 def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
-    """The document with the security scheme, the id's header and the front door's answers. Where no key is set,
-    sending one is optional."""
+    """The document with the security scheme, the request id's header and the middleware's responses. The API key is
+    optional if no key is set."""
     components = document.setdefault("components", {})
     components.setdefault("securitySchemes", {})[SCHEME] = {
         "type": "http",

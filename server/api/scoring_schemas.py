@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, several
 from server.errors import ApiError
 
-# The names under which the two sides of the pairs may come: vLLM's, oldest first.
+# The names for the two sides of the pairs: vLLM's, oldest first.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
@@ -23,7 +23,7 @@ def _check_texts(value: Any) -> list[str]:
 
 
 def _check_documents(value: Any) -> list[str]:
-    """Documents, as texts or as objects with a text, as a list of texts."""
+    """Documents, which are texts or objects with a text, as a list of texts."""
     texts = [item.get("text") if isinstance(item, dict) else item for item in value] if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         message = 'must be a list of strings, or of objects such as {"text": "..."}, that is not empty'
@@ -65,11 +65,11 @@ class ScoreRequest(ScoringBody):
     items: Texts | None = Field(None, description="Another name of text_2, with queries.")
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        """The firsts (one for all, or as many as seconds) and the seconds of all pairs, with the names that they came
-        under.
+        """The first texts (one for all, or as many as second ones) and the second texts of all pairs, with the field
+        names that were used.
 
         Raises:
-            ApiError: one is missing, both came under several names, or their numbers do not match.
+            ApiError: a side is missing, a side was sent under several names, or the numbers do not match.
         """
         given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
         names = next((pair for pair in SIDES if given == set(pair)), None)
@@ -120,7 +120,7 @@ class ScoreResponse(BaseModel):
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent."""
+    """A document as sent."""
 
     text: str
 

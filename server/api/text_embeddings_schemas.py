@@ -37,7 +37,7 @@ class EmbedRequest(EmbedSparseRequest):
 
 def _check_sequences(value: Any) -> tuple[list[str | tuple[str, str]], bool]:
     """Texts and pairs, and whether there were several: "a" and ["a"] are a text, ["a", "b"] is a pair, and a list of
-    such lists holds several."""
+    such lists contains several inputs."""
     if isinstance(value, str):
         value = [value]
     many = isinstance(value, list) and bool(value) and all(isinstance(item, list) for item in value)
@@ -67,14 +67,14 @@ class PredictRequest(CutBody):
 
 
 class SimilarityInput(BaseModel):
-    """A sentence and those that it is compared with."""
+    """A sentence, and the sentences to compare it with."""
 
     source_sentence: str = Field(min_length=1)
     sentences: Texts
 
 
 class SimilarityParameters(BaseModel):
-    """The rules for reading the texts."""
+    """Settings for reading the texts."""
 
     truncate: bool | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
@@ -89,7 +89,7 @@ class SimilarityRequest(NumbersBody):
 
 
 class EitherRerankRequest(RerankRequest):
-    """Body of POST /rerank: with documents that of /v1/rerank, with texts text-embeddings-inference's."""
+    """Body of POST /rerank: with documents the body of /v1/rerank, with texts that of text-embeddings-inference."""
 
     documents: Documents | None = None
     texts: Texts | None = Field(None, description="The documents to sort.")

@@ -1,4 +1,4 @@
-"""The HTTP bodies of /translate and /languages, which are LibreTranslate's."""
+"""The HTTP bodies of /translate and /languages, in LibreTranslate's shape."""
 
 from __future__ import annotations
 
