@@ -98,7 +98,7 @@ def read_api_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
             or text that might be one.
     """
     limits = {"requests_per_minute": settings.key_requests_per_minute, "max_concurrency": settings.key_max_concurrency}
-    keys = {digest_of(key.encode()): ApiKey.of(key, **limits) for key in settings.api_key}  # It may be a part of the key.
+    keys = {digest_of(key.encode()): ApiKey.of(key, **limits) for key in settings.api_key}  # checked there
     if settings.api_key_file is not None:
         origins = dict.fromkeys(keys, "in api_key")
         _read_file(settings.api_key_file, limits, keys, origins)
@@ -142,7 +142,7 @@ def _parse(line: str, limits: Mapping[str, int | None]) -> ApiKey:
     for number, word in enumerate(words, 2):
         name, equals, value = word.partition("=")
         if not equals or name not in _WORDS:
-            # Options after a key: attribute, parser of its value, description of valid values.
+            # It may be a part of the key.
             raise ConfigError(
                 f"word {number} is unknown; after a key, only {', '.join(_WORDS)} are allowed (each with =)."
             )
@@ -175,7 +175,7 @@ def _read_count(value: str) -> int | None:
 
 
 _A_COUNT = "an integer from 1 to 999999999, or none for no limit"
-# What may stand after a key: the attribute, how its value is read, and what that may be.
+# Options after a key: the attribute, the parser of its value, and a description of valid values.
 _WORDS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "role": ("roles", _read_roles, f"some of {', '.join(Role)}, separated by commas"),
     "name": ("name", _read_name, "1 to 64 characters of A-Z a-z 0-9 . _ -"),

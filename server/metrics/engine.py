@@ -38,18 +38,18 @@ _COUNTERS = (
 
 
 class EngineMetrics(Collector):
-    """Follows the engine's statistics.
+    """Turns the engine's statistics into metrics.
 
-    A restarted engine counts from zero. The counts of its predecessors are added, so that no counter goes down. While
-    there is no engine its gauges are absent: they would otherwise show the emptiest engine of all, and a router would
-    send everything there.
+    A restarted engine counts from zero. The counts of earlier engines are added, so that no counter decreases. While
+    there is no engine, its gauges are absent. Zeros would look like an idle engine, and a router would send all
+    requests there.
 
     Args:
         registry: where the histograms are registered; the collector itself is not.
 
     Attributes:
-        also_waiting: how many inputs wait here for their turn to go to the engine.
-        stepped: is told of each step's tokens, and of how many requests wait for the next.
+        also_waiting: returns the number of inputs that wait here for their turn at the engine.
+        stepped: called with each step's tokens and the number of requests that wait for the next step.
     """
 
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
@@ -70,7 +70,7 @@ class EngineMetrics(Collector):
         )
 
     def follow(self, stats: EngineStats) -> None:
-        """Take in the engine's latest statistics; `collect` without it knows the counters, but no steps."""
+        """Process the engine's latest statistics; without it, `collect` has the counters but no steps."""
         previous = self._advance(stats)
         count = stats.num_steps - previous.num_steps
         if count > 0:
@@ -89,7 +89,7 @@ class EngineMetrics(Collector):
         return previous
 
     def collect(self) -> Iterator[Metric]:
-        """The present values."""
+        """The current values."""
         client = self._client
         alive = client.is_alive
         yield GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.", value=float(alive))

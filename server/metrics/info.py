@@ -1,4 +1,4 @@
-"""Facts that do not change while the service runs: metrics whose labels tell."""
+"""Facts that do not change while the service runs: metrics whose labels have the information."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InfoMetrics(Collector):
             for catalogue in info.catalogues:
                 titles.add_metric([catalogue.name], catalogue.titles)
             yield titles
-        # A router takes the series with the largest value, the time of the latest change.
+        # A router uses the series with the largest value, which is the time of the latest change.
         stats = self._client.stats() if self._client.is_alive else EngineStats()
         adapters = {
             "max_lora": str(info.max_loras),
