@@ -1,7 +1,7 @@
-"""Checks of the numbers of a config.json before anything is made of them.
+"""Checks the numbers of a config.json before anything is built from them.
 
-`transformers` makes lists as long as a config says that there are layers, and parts are made of its numbers before a
-weight is read. So a wrong one is found here, by its name, whatever the family.
+`transformers` makes lists with as many items as a config has layers, and parts are built from its numbers before a
+weight is read. So this module finds invalid numbers by name, for any family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 
-_MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
+_MOST_BYTES = 16 << 20  # maximum bytes of a config.json; published ones have some KiB
 
 _LAYERS = (1, 10_000)
 _HEADS = (1, 1 << 16)
@@ -68,7 +68,7 @@ COUNTS: dict[str, tuple[int, int]] = {
          "shared_intermediate_size", "local_radius", "num_random_blocks"), _FROM_ZERO,
     ),
 }  # fmt: skip
-"""Integers, and from where to where each may be."""
+"""Integers, and the range of each."""
 
 NUMBERS: dict[str, str] = {
     **dict.fromkeys(
@@ -82,14 +82,15 @@ NUMBERS: dict[str, str] = {
          "swiglu_limit", "routed_scaling_factor", "attn_scale"), "of at least 0",
     ),
 }  # fmt: skip
-"""Numbers that need not be whole, and from where on they may be."""
+"""Numbers that need not be integers, and the minimum of each."""
 
 SWITCHES = ("share_att_key",)
 """True or false."""
 
-_NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects with keys of their own
+_NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects with their own keys
 
-# A layer has a head, a head a feature: without these nothing can be made. All others may be null, for a default.
+# A layer needs a head, and a head a feature: without these, nothing can be built. All others may be null, which means a
+# default.
 _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
@@ -113,7 +114,7 @@ def read_values(file: Path) -> dict[str, Any]:
     """The content of a config.json.
 
     Raises:
-        ModelLoadError: it cannot be read, or is no JSON object.
+        ModelLoadError: the file cannot be read, or is not a JSON object.
     """
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -129,14 +130,14 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
-    """Refuse numbers that no model has, and other unusable values.
+    """Refuse impossible numbers and other unusable values.
 
     Args:
-        file: where they are from.
-        known: the architecture is one of ours; of any other only what is too large is refused here.
+        file: the file that contains them.
+        known: whether the architecture is supported; for others, only too large values are refused here.
 
     Raises:
-        ModelLoadError: names the field, its value and what it may be.
+        ModelLoadError: names the field, its value and the allowed range.
     """
     named = values.get("architectures")
     if not (named is None or (isinstance(named, list) and all(isinstance(name, str) for name in named))):
@@ -166,7 +167,8 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All names with their values, including those of nested objects. The values come from JSON, so nesting ends."""
+    """All names with their values, including those of nested objects. The values come from JSON, so nesting is
+    finite."""
     left: list[Any] = [values]
     while left:
         found = left.pop()

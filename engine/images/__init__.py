@@ -1,4 +1,4 @@
-"""From the images that clients send to the input of an encoder: decoded within limits, resized, cropped, normalised."""
+"""From clients' images to an encoder's input: decoded within limits, resized, cropped, normalised."""
 
 from engine.images.decoding import PIXEL_BYTES, decode, read_text
 from engine.images.preprocessing import preprocess
