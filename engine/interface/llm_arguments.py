@@ -1,4 +1,4 @@
-"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's arguments if their values change nothing."""
+"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's arguments with values that change nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 _ANY = object()
 _ONE = (1,)
 _OFF = (None, False)
-# vLLM's arguments that are no settings here: the values that change nothing, or `_ANY` for all, and why others would.
+# vLLM's arguments that are not settings here: the values that change nothing (or `_ANY` for all), and the reason
+# against others.
 _HARMLESS: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (_ONE, "a model runs on one device"),
     "pipeline_parallel_size": (_ONE, "a model runs on one device"),
@@ -54,7 +55,7 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's settings.
 
     Raises:
-        ConfigError: an argument is unknown, or has a value that would change what Octavo does.
+        ConfigError: an argument is unknown, or has a value that would change Octavo's behaviour.
     """
     known = {field.name: field.default for field in fields(EngineConfig)}
     settings: dict[str, Any] = {"max_step_time": 0.0}

@@ -18,9 +18,9 @@ class SpeculativeConfig:
     """How tokens are drafted.
 
     Attributes:
-        method: ngram or suffix: what followed the longest earlier occurrence of the last tokens, in the prompt or the
-            answer. off: nothing.
-        num_speculative_tokens: the most drafts of a sequence in a step.
+        method: ngram or suffix: the tokens that followed the longest earlier occurrence of the last tokens, in the
+            prompt or the answer. off: none.
+        num_speculative_tokens: maximum drafts of a sequence in a step.
     """
 
     method: Literal["ngram", "suffix", "off"] = "ngram"
@@ -37,14 +37,14 @@ class SpeculativeConfig:
 
 
 _WITHOUT_EFFECT = ("prompt_lookup_min", "prompt_lookup_max")
-"""vLLM's fields that change no answer: Octavo always looks for the longest match."""
+"""vLLM's fields that do not change answers: Octavo always uses the longest match."""
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:
-    """The settings in a mapping, in a JSON object as a text, or the method alone.
+    """The settings in a mapping, in a JSON object as text, or the method alone.
 
     Raises:
-        ConfigError: it is none of them, or something in it is no setting, or out of range.
+        ConfigError: it is none of these, or a setting in it is unknown or out of range.
     """
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         if given not in METHODS:

@@ -1,4 +1,4 @@
-"""The families, by the architecture name in a checkpoint's config; one file a family, found by itself."""
+"""The families, by the architecture name in a checkpoint's config; each file is found automatically."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from engine.model.table import Family, WeightTable
 
 
 def _discover() -> tuple[Family, ...]:
-    """The rows FAMILIES of this package's modules, and the FAMILY of each that has one, in the order of their names."""
+    """The rows FAMILIES of this package's modules, and the FAMILY of each module that has one, in the order of their
+    names."""
     found: list[Family] = []
     for module in pkgutil.iter_modules(__path__):
         content = vars(import_module(f"{__name__}.{module.name}"))
@@ -37,15 +38,15 @@ _BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for n
 
 
 def supported() -> list[str]:
-    """Architecture names that can be loaded."""
+    """Supported architecture names."""
     return sorted(name for name, family in _BY_ARCHITECTURE.items() if family.weights is not None)
 
 
 def nearest(name: str) -> str | None:
-    """The supported architecture that `name` is most like: one of the same family; None if none is near.
+    """The supported architecture most similar to `name`: one of the same family; None if none is similar.
 
-    Names are compared by their words, without what the model is for: "Qwen2VLForConditionalGeneration" is like
-    "Qwen2ForCausalLM" since both begin with "qwen 2". An architecture that is not known shows no other kinship.
+    Names are compared by their words, without the task: "Qwen2VLForConditionalGeneration" is similar to
+    "Qwen2ForCausalLM" because both begin with "qwen 2". The name is all that is known about an unknown architecture.
     """
     words = _words(name)
     likeness = {other: _likeness(words, _words(other)) for other in _with_head()}
@@ -54,52 +55,52 @@ def nearest(name: str) -> str | None:
     return best if common or ratio > _NEAR else None
 
 
-_NEAR = 0.75  # how alike two whole names must be that have no first word in common: pixtral and mixtral, say
+_NEAR = 0.75  # minimum similarity of two names without a common first word, such as pixtral and mixtral
 _PURPOSE = re.compile(r"(LMHead|DoubleHeads|PreTrained|For[A-Z][A-Za-z]+)?(Model)?$")
 
 
 def _words(name: str) -> list[str]:
-    """GPTNeoXForCausalLM to gpt, neo, x: what a model is called, without what it is for."""
+    """GPTNeoXForCausalLM to gpt, neo, x: the name of the model without its task."""
     stem = _PURPOSE.sub("", name, count=1) or name
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d{1,9}", stem)]
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
-    """The likeness of two names: the number of equal first words, the distance of the versions that follow, and the
-    likeness as a whole."""
+    """The similarity of two names: the number of equal first words, the distance of the versions that follow, and the
+    similarity as a whole."""
     common = 0
     while common < min(len(words), len(others)) and words[common] == others[common]:
         common += 1
     one, other = (int(w[common]) if common < len(w) and w[common].isdecimal() else 1 for w in (words, others))
     first = others[0]
-    # A family's name may also have something before or after it: mllama, phimoe.
+    # A family's name may also have a prefix or a suffix: mllama, phimoe.
     if not common and len(first) > 2 and any(word.startswith(first) or word.endswith(first) for word in words):
         common = 1
     return common, -abs(one - other), difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio()
 
 
 def _with_head() -> list[str]:
-    """Supported architectures that have heads of their own."""
+    """Supported architectures with their own heads."""
     return [name for name in supported() if name not in _BY_ARCHITECTURE[name].headless]
 
 
 def nearest_by_settings(config: Any) -> str | None:
     """The supported architecture whose configs share most settings with this one; None if none shares enough.
 
-    For an architecture whose name shows no kinship: many are LLaMA's blocks under another name. Only settings'
-    names are compared, and only those that not every config has.
+    For an architecture whose name is not similar to any: many are LLaMA's blocks under another name. Only names of
+    settings are compared, and only those that not every config has.
     """
     likeness = {name: _shared(config, name) for name in _with_head()}
     best = max(likeness, key=lambda name: likeness[name])
     return best if likeness[best] > _SHARED else None
 
 
-_SHARED = 0.4  # of the settings that either has; encoder-decoders share less with any
-_DOUBT = 0.2  # a name says less than this difference between shares: gpt-oss is not GPT-NeoX
+_SHARED = 0.4  # share of the settings that either has; encoder-decoders share less with any
+_DOUBT = 0.2  # a similar name counts less than this difference of shares: gpt-oss is not GPT-NeoX
 
 
 def _shared(config: Any, name: str) -> float:
-    """The share of settings that a config and those of a supported architecture have in common."""
+    """The share of settings that a config has in common with those of a supported architecture."""
     own, others = own_settings(config), settings_of_class(_config_name(name))
     return len(own.keys() & others) / (len(own.keys() | others) or 1)
 
@@ -109,7 +110,7 @@ def _config_name(name: str) -> str:
 
 
 def _alternatives(config: Any) -> str:
-    """A sentence on what is nearest to a config's architecture, and whether it would do in its place."""
+    """A sentence about the architecture nearest to a config's, and whether it could be used instead."""
     name = architecture(config)
     if text := getattr(config, "text_config", None):
         kind = getattr(text, "model_type", "")
@@ -133,12 +134,12 @@ def _alternatives(config: Any) -> str:
 
 
 def architecture(config: Any) -> str:
-    """The architecture name in a transformers config, "" if it holds none."""
+    """The architecture name in a transformers config, "" if there is none."""
     return next(iter(getattr(config, "architectures", None) or ()), "")
 
 
 def is_known(values: Mapping[str, Any]) -> bool:
-    """Whether a family describes the architecture that a config.json names."""
+    """Whether a family describes the architecture in a config.json."""
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     return name in ARCHITECTURES or name in _BY_ARCHITECTURE or (base_model(name) or "") in _BY_ARCHITECTURE
@@ -160,16 +161,16 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """The scheme by which a checkpoint stores quantised weights; None for plain weights.
+    """The scheme in which a checkpoint stores quantised weights; None for plain weights.
 
     Raises:
-        UnsupportedModelError: in a way that is not read, or that the family has no place for.
+        UnsupportedModelError: the scheme is not supported, or the family does not support it.
     """
     family = _BY_ARCHITECTURE.get(architecture(config))
     return find_scheme(config, reads_mxfp4=family is not None and family.reads_mxfp4)
 
 
-# What architectures need that no part expresses, by how their names begin.
+# Missing parts that architectures need, by the beginnings of their names.
 _REASONS = {
     "Gemma3n": "its residual stream has several versions (AltUp), layers read vectors of their own for each token, and "
     "the last ones have no keys and values but those of earlier layers",
@@ -204,7 +205,7 @@ def describe(config: Any) -> ModelSpec:
     """The parts of a config's model, implemented or not.
 
     Raises:
-        UnsupportedModelError: unknown architecture, or a setting that no part expresses.
+        UnsupportedModelError: the architecture is unknown, or has a setting that no part expresses.
     """
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
@@ -214,7 +215,7 @@ def describe(config: Any) -> ModelSpec:
     except OctavoError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # What the config's class lets pass, and no check foresaw: an absent setting, a text for a number.
+        # Values that the config's class accepts and no check anticipated: a missing setting, a text for a number.
         raise UnsupportedModelError(
             f"The config's settings do not describe a model of the family {family.name} ({type(error).__name__}: "
             f"{error}). Correct config.json, or download the checkpoint again."
@@ -233,9 +234,9 @@ def describe(config: Any) -> ModelSpec:
 
 
 def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -> ModelSpec:
-    """A decoder-only model that ends as this architecture does, given one that its family describes.
+    """A decoder-only model with this architecture's head, derived from one that its family describes.
 
-    A decoder whose tokens see later ones writes nothing: without a language model's head, it is read as an encoder.
+    A decoder whose tokens see later ones cannot generate: without a language-model head, it is treated as an encoder.
     """
     assert model.decoder is not None
     causal = all(block.attention.causal for block in model.decoder.blocks)
@@ -249,13 +250,13 @@ def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -
 
 
 def _refuse_overrides(config: Any) -> None:
-    """transformers heeds this in any config, although no family has it as a setting of its own."""
+    """transformers obeys this setting in any config, although no family declares it."""
     if getattr(config, "is_heterogeneous", False):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 
 def context_length(config: Any, model: ModelSpec) -> int | None:
-    """Tokens of context that a config's model was made for; None if it does not say."""
+    """Context length that a config's model was made for; None if it does not say."""
     length = model.context_length or getattr(config, "max_position_embeddings", None) or model.max_positions
     return None if length is None else int(length)
 
@@ -264,7 +265,7 @@ def build_spec(config: Any) -> ModelSpec:
     """The parts of a config's model, all of them implemented.
 
     Raises:
-        UnsupportedModelError: names what is missing.
+        UnsupportedModelError: names the missing part.
     """
     model = describe(config)
     name = architecture(config)
@@ -284,12 +285,12 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     """The names of the weights of a config's model.
 
     Raises:
-        UnsupportedModelError: the family is described only.
+        UnsupportedModelError: the family is described but not implemented.
     """
     family = find(config)
     if family.weights is None:
         raise UnsupportedModelError(f"{family.name} cannot be served yet.")
-    # A decoder that is read as an encoder is stored under the same names as one that is not.
+    # A decoder that is treated as an encoder is stored under the same names as other decoders.
     turned = model.decoder is None and family.spec(config).decoder is not None
     stored = replace(model, encoder=None, decoder=model.encoder) if turned else model
     if model.repeats is not None:
