@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3: attention over latents, many small experts beside those for every token; the first layers have
-none (arXiv:2405.04434, arXiv:2412.19437)."""
+"""DeepSeek V2 and V3: attention over latents, and many small experts beside those for every token, except in the first
+layers (arXiv:2405.04434, arXiv:2412.19437)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def spec(config: Any) -> ModelSpec:
     layer = HeadLayer(activation(config.classifier_activation), layer_norm, bias=config.classifier_bias)
     with_head = name == "ModernBertDecoderForCausalLM"
     head = Lm(
-        # Without the layer, which the headless model does not store, the token table is no head.
+        # Without the layer, which the headless model does not store, the token table is not a head.
         tied=with_head and config.tie_word_embeddings,
         layer=layer if with_head else None,
         bias=with_head and config.decoder_bias,

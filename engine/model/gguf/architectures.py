@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: the config that transformers would have, and its names of the tensors."""
+"""The architectures of GGUF files: the equivalent transformers config, and transformers' names of the tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        config: of the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`; of experts, or heads, that are stored together one for
-            each, with `{}` for its number.
-        layers: what stands before a layer's number.
+        config: makes the config from the metadata.
+        layer: tensors of a layer, without `.weight` and `.bias`; for experts or heads that are stored together, one
+            name for each, with `{}` for its index.
+        layers: the prefix of a layer's index.
         outer: tensors beside the layers.
-        arranged: of tensors, named as in `layer` or `outer`, that lie otherwise.
+        arranged: transforms of tensors, named as in `layer` or `outer`, with another layout.
     """
 
     config: Callable[[Metadata], Config]
@@ -46,7 +46,7 @@ class Placed:
     """A tensor under transformers' name.
 
     Attributes:
-        expert: which of the experts, or heads, that are stored together; None for all of the tensor.
+        expert: the index of one of several experts or heads that are stored together; None for the whole tensor.
     """
 
     name: str
@@ -64,8 +64,8 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
     """The architecture of a file, and its config.
 
     Raises:
-        UnsupportedModelError: an architecture, or a setting of it, that is not read.
-        ModelLoadError: a setting is absent, or makes no sense.
+        UnsupportedModelError: the architecture, or one of its settings, is not supported.
+        ModelLoadError: a setting is missing or invalid.
     """
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
@@ -97,7 +97,8 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
 
 
 def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Placed]:
-    """The tensors of a file under transformers' names, in the file's order; those that have none keep their own."""
+    """The tensors of a file under transformers' names, in the file's order; tensors without one keep their own
+    names."""
     for info in file.tensors.values():
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
@@ -116,13 +117,13 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
 
 
 def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
-    """A tensor of a file that holds no model, under transformers' name; its own name if it has none.
+    """A tensor of a file without a model, under transformers' name; its own name if it has none.
 
     Args:
-        config: the numbers of heads of the model that the tensor is for.
+        config: the config (for the numbers of heads) of the model that the tensor is for.
 
     Raises:
-        UnsupportedModelError: an architecture that is not read.
+        UnsupportedModelError: the architecture is not supported.
     """
     found = _ARCHITECTURES.get(architecture)
     if found is None:
@@ -134,7 +135,7 @@ def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
 
 
 def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Placed:
-    """A tensor under transformers' name, in which `{}` stands for the number of an expert, or of a head."""
+    """A tensor under transformers' name, in which `{}` is replaced by the index of an expert or a head."""
     found = _LAYER.fullmatch(info.name)
     if found is None:
         stem, _, ending = info.name.rpartition(".")
@@ -299,7 +300,8 @@ def _layer_types(windowed: list[bool]) -> list[str]:
 
 
 def _query_scalar(config: Config, layers_of_largest: int) -> float:
-    """GGUF files do not say what scores are scaled by: llama.cpp knows the largest models by their number of layers."""
+    """GGUF files do not contain the scale of scores: llama.cpp recognises the largest models by their number of
+    layers."""
     if config["num_hidden_layers"] == layers_of_largest:
         scalar: int = config["hidden_size"] // config["num_attention_heads"]
         return scalar
@@ -355,7 +357,7 @@ def _command_r(metadata: Metadata) -> Config:
 
 def _stablelm(metadata: Metadata) -> Config:
     config = _plain(metadata, "stablelm", "StableLmForCausalLM", norm="layer")
-    # Converters write that blocks are parallel where a config does not say so: what there is of norms tells.
+    # Converters mark blocks as parallel even if a config does not say so; the stored norms show whether that is true.
     metadata.must_be("use_parallel_residual", True, False, otherwise="others are")
     return _partial_rotation(
         metadata,

@@ -1,4 +1,4 @@
-"""An adapter's files, read for a model."""
+"""Reads an adapter's files for a model."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
         max_rank: `max_lora_rank` of the engine.
 
     Raises:
-        AdapterError: no adapter, damaged files, shapes that are not the model's, or a kind of adapter that is not
-            applied.
+        AdapterError: the file is not an adapter, is damaged, has shapes other than the model's, or contains an
+            unsupported kind of adapter.
     """
     path, targets = Path(path), Targets(model)
     if path.suffix == SUFFIX:
-        from engine.model.lora.gguf import gguf_parts  # only few need it
+        from engine.model.lora.gguf import gguf_parts  # rarely needed
 
         file = _gguf(path)
         found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
@@ -89,7 +89,7 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
 
 
 def largest_rank(paths: Iterable[str]) -> int:
-    """The largest rank that the adapters of these paths state; `USUAL_RANK` if there are none.
+    """The largest rank that the adapters at these paths state; `USUAL_RANK` if there are none.
 
     Raises:
         AdapterError: an adapter cannot be read.
@@ -98,7 +98,7 @@ def largest_rank(paths: Iterable[str]) -> int:
     ranks = []
     for path in map(Path, paths):
         if path.suffix == SUFFIX:
-            from engine.model.gguf.container import read_gguf  # only few need it
+            from engine.model.gguf.container import read_gguf  # rarely needed
 
             ranks += [
                 info.shape[0] for info in read_gguf(_gguf(path)).tensors.values() if info.name.endswith(".lora_a")
@@ -110,7 +110,7 @@ def largest_rank(paths: Iterable[str]) -> int:
 
 
 def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Target, Tensor, Tensor]]:
-    """The matrices of one module, for each product that its matrix is a part of."""
+    """The matrices of one module, for each product that contains its matrix."""
     found = targets.find(each.module)
     (rank, *inputs), (*outputs, also) = each.sizes
     for target in found:
@@ -162,14 +162,14 @@ def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
 
 
 def _gguf(path: Path) -> Path:
-    """The path of a GGUF file; opening anything else might wait for ever."""
+    """The path of a GGUF file; opening anything else might block for ever."""
     if not path.is_file():
         raise AdapterError(f"{path} is not a file.")
     return path
 
 
 def _folder(path: Path) -> tuple[LoraSettings, Path]:
-    """The settings of a PEFT folder, and its file of weights."""
+    """The settings of a PEFT folder, and its file with the weights."""
     if not path.is_dir():
         raise AdapterError(
             f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."
