@@ -217,10 +217,10 @@ class DistanceVectors:
     """A learned vector for each bucket of distances, for the disentangled attention of a stack's layers.
 
     Attributes:
-        max_distance: the last distance, in tokens; where there are buckets, the last of them begins about there.
-        buckets: how many there are on either side: the nearer half hold one distance each, the others widen
-            geometrically. None: each distance has its own vector.
-        norm: of the vectors.
+        max_distance: the last distance, in tokens; with buckets, the last one begins about there.
+        buckets: the number on either side: the nearer half have one distance each, the others widen geometrically.
+            None: each distance has its own vector.
+        norm: a norm of the vectors.
     """
 
     max_distance: int
@@ -235,8 +235,8 @@ class DistanceVectors:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / every)): softmax gets no flatter
-    where there are more keys (arXiv:2501.19399)."""
+    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / every)), so that softmax does not
+    flatten as the number of keys grows (arXiv:2501.19399)."""
 
     growth: float
     every: float

@@ -1,4 +1,4 @@
-"""Layers: where norms stand in one, and what runs within it or beside it."""
+"""Layers: the positions of norms in a layer, and the parts within it or beside it."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Convolution:
     """A convolution over the tokens of an input beside a layer f: norm(f(x) + activation(convolution(x))).
 
     Attributes:
-        kernel: tokens that it sees at a time, odd; there are zeros before the first and after the last.
+        kernel: tokens in a window, odd; zeros precede the first token and follow the last.
         activation, norm: as above.
-        groups: features see those of their own group only.
+        groups: features only see those of their own group.
     """
 
     kernel: int
@@ -82,15 +82,15 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """A layer on fewer features than the residual stream has: norm(x + exit(f(entrance(x)))), where f is attention and
+    """A layer with fewer features than the residual stream: norm(x + exit(f(entrance(x)))), where f is attention and
     feed-forward networks with norms after their residuals (arXiv:2004.02984).
 
     Attributes:
-        width: features within it, attention's included.
-        norm: of what enters, of what leaves, and of each sublayer.
+        width: features within it, including attention's.
+        norm: the norm of the input, of the output, and of each sublayer.
         networks: feed-forward networks that follow each other.
-        values: what attention's values are made of: "entered", as queries and keys are, or "whole" vectors of the
-            stream; queries and keys have an entrance of their own then.
+        values: the source of attention's values: "entered", like queries and keys, or "whole" vectors of the stream;
+            queries and keys then have a separate entrance.
     """
 
     width: int
@@ -104,10 +104,10 @@ class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
 
     Attributes:
-        mixing: what mixes tokens instead, where attention has no heads (`NO_ATTENTION`).
-        bottleneck: the features that the layer works on, where these are not the stream's; its norms stand for those of
-            the placement.
-        residual_scale: multiplies what attention and feed-forward network add; their last matrices are loaded times it.
+        mixing: an alternative way to mix tokens, if attention has no heads (`NO_ATTENTION`).
+        bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
+        residual_scale: factor of the additions by attention and feed-forward network; their last matrices are
+            multiplied by it at load time.
     """
 
     placement: Placement
