@@ -76,7 +76,7 @@ def spans_of(
         ignore_labels: classes that are left out.
 
     Raises:
-        InvalidRequestError: there is no such aggregation.
+        InvalidRequestError: the aggregation is unknown.
     """
     check_aggregation(aggregation)
     scores, by_word = pooled.values(), aggregation in ("first", "average", "max")
@@ -100,14 +100,14 @@ def check_aggregation(aggregation: object) -> None:
     """Refuse an unknown way to join tokens.
 
     Raises:
-        InvalidRequestError: names those that there are.
+        InvalidRequestError: the way is unknown; the message names the known ways.
     """
     if aggregation not in AGGREGATIONS:
         fail("aggregation", f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {brief(aggregation)}.")
 
 
 def _follows(encoding: Encoding, text: str | None, tokenizer: Tokenizer | None, at: int) -> bool:
-    """The token goes on in the word that the token before it is of."""
+    """Whether the token continues the word of the token before it."""
     token = encoding.ids[at]
     if tokenizer is None or encoding.offsets is None or text is None or token == tokenizer.unk_token_id:
         return False
@@ -129,7 +129,7 @@ def _words(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _agreed(word: list[_Piece], aggregation: Aggregation) -> _Piece:
-    """A word as one piece, with scores on which its tokens agree."""
+    """A word as one piece, with scores of classes on which its tokens agree."""
     if aggregation == "first":
         scores = word[0].scores
     elif aggregation == "max":
@@ -161,7 +161,7 @@ def _group(group: list[tuple[str, float, _Piece]]) -> tuple[str, float, _Piece]:
 
 
 def _tag(label: str) -> tuple[bool, str]:
-    """Whether a label begins a span, and its class."""
+    """Whether a label begins a span, and the label's class."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
