@@ -36,7 +36,7 @@ from engine.interface.adapters import AdapterInfo
 from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
 from engine.interface.reasoning import ReasoningBudget
 from engine.interface.structured import StructuredOutputsParams
-from engine.process.main import Loop
+from engine.process.main import MOST_COMMANDS, Loop
 from engine.process.messages import (
     Abort,
     Add,
@@ -386,6 +386,19 @@ def test_the_engine_prepares_for_grammars_when_it_is_told_to() -> None:
     Loop(engine, channel).turn()  # type: ignore[arg-type]
     assert warmed == [True]
     assert channel.sent[0].num_commands == 1
+
+
+def test_a_burst_of_commands_does_not_delay_a_step() -> None:
+    engine = FaultyEngine()
+    engine.running = ["stream"]
+    channel = Channel(*(encode_add(f"one{number}", [1], SamplingParams()) for number in range(MOST_COMMANDS + 40)))
+    loop = Loop(engine, channel)  # type: ignore[arg-type]
+    loop.turn()
+    assert len(channel.commands) == 40
+    assert len(channel.sent[-1].deltas) == MOST_COMMANDS, "the step ran before the rest was taken"
+    engine.running = ["stream"]
+    loop.turn()
+    assert (len(channel.commands), engine.steps) == (0, 2)
 
 
 def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.process")
 
+MOST_COMMANDS = 512  # taken between two steps; one request for embeddings can bring 2,048
 WARM_AFTER = 1.0  # seconds after the start, so that the first requests go first
 
 
@@ -312,13 +314,18 @@ class Loop:
         return concerned
 
     def _commands(self) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs of a client's name and one of its commands."""
-        if not self._engine.has_unfinished_requests():
+        """The commands that wait, each with its client's name.
+
+        While requests run, at most MOST_COMMANDS are taken between two steps, so that a burst of texts delays no
+        stream for long.
+        """
+        busy = self._engine.has_unfinished_requests()
+        if not busy:
             if self._compiling:
                 self._wait()
             else:
                 yield self._channel.recv_multipart()
-        while True:
+        for _ in range(MOST_COMMANDS) if busy else count():
             try:
                 yield self._channel.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
