@@ -250,7 +250,7 @@ def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
         flash = inspect_flash(config, facts.path)
     except (OctavoError, RuntimeError) as problem:
         found, fix = _split(" ".join(str(problem).split()), "Free memory of the GPU.")
-        return Finding(check, "warn", f"cannot be tried: {found}", fix)
+        return Finding(check, "warn", f"could not be tested: {found}", fix)
     why = f" ({flash.why})" if flash.why else ""
     layers = f"in {flash.layers} of {flash.of} layers{why}"
     if not config.flash_prefill:

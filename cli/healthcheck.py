@@ -109,7 +109,7 @@ def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
     chosen = {name: value for name, value in chosen.items() if value != "null"}
     host, port, uds = chosen.get("host", ""), chosen.get("port", "8000"), chosen.get("uds", "")
     if not uds and not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(f"cannot ask on port {port!r}: set OCTAVO_PORT to a number from 1 to 65535")
+        raise ValueError(f"cannot query port {port!r}: set OCTAVO_PORT to a number from 1 to 65535")
     everywhere = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
     return Address(
         host=everywhere.get(host, host),

@@ -98,7 +98,7 @@ def _no_command(arguments: list[str]) -> str:
         return f"unknown command {name!r}; did you mean {synonym}?"
     if os.sep in name or name.endswith(".gguf") or Path(name).is_dir():
         return f"unknown command {name!r}; to serve that model: octavo serve {name}"
-    near = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+    near = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
     return f"unknown command {name!r}{near}"
 
 

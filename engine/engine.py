@@ -214,7 +214,7 @@ class Engine:
             EngineDeadError: the engine was closed.
         """
         if self._closed:
-            raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
+            raise EngineDeadError(f"the engine of {self.config.model} was closed and accepts no more requests.")
         check_terms(request_id, priority, cache_salt, deadline, tenant)
         terms: dict[str, Any] = {
             "request_id": request_id,
@@ -308,11 +308,11 @@ class Engine:
         logger.log(
             logging.DEBUG if self._crossed else logging.WARNING,
             "a request of %d prompt tokens may reach %d with its max_tokens of %d, more than the %d that this model "
-            "was first trained with: it gets the rotary factors for long sequences from its first token on. Set "
-            "max_tokens to %d or less for those of short ones.%s",
+            "was first trained with: it uses the rotary factors for long sequences from its first token on. Set "
+            "max_tokens to %d or less to use those for short ones.%s",
             len(request.prompt_token_ids), request.reach, request.decoding.max_tokens, limit,
             limit - len(request.prompt_token_ids) + 1,
-            "" if self._crossed else " Later requests of this kind are told at the level debug.",
+            "" if self._crossed else " Later requests of this kind are logged at level debug.",
         )  # fmt: skip
         self._crossed = True
 

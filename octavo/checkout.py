@@ -33,8 +33,8 @@ def _shadow(name: str) -> str | None:
         return None
     return (
         f"Octavo's package {name!r} ({_HOME / name}) is shadowed by another package of that name: "
-        f"{found or 'a folder without __init__.py'}. Start Python in another folder, remove the other "
-        "package from PYTHONPATH, or install Octavo (pip install .), which gives its packages names of their own."
+        f"{found or 'a folder without __init__.py'}. Start Python in another folder, remove the other package from "
+        "PYTHONPATH, or install Octavo (pip install .), which gives its packages unique names."
     )
 
 

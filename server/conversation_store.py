@@ -263,14 +263,14 @@ class Conversations:
             added.append(item)
         size = database.execute("SELECT size FROM conversations WHERE number = ?", (number,)).fetchone()[0]
         if max_size is not None and size > max_size:
-            raise TooLargeError(f"it would have {size} bytes, and at most {max_size} may be in one (max_body_size)")
+            raise TooLargeError(f"it would have {size} bytes, but at most {max_size} are allowed (max_body_size)")
         return added
 
     def _check_count(self, number: int, most: int, more: int = 0) -> None:
         question = "SELECT count(*) FROM items WHERE conversation = ?"
         count = self._database.execute(question, (number,)).fetchone()[0] + more
         if count > most:
-            raise TooLargeError(f"it would have {count} items, and at most {most} may be in one")
+            raise TooLargeError(f"it would have {count} items, but at most {most} are allowed")
 
     def _page(self, id_: str, tenant: str, after: str | None, limit: int, ascending: bool) -> Page | None:
         row = self._find(id_, tenant)
@@ -312,7 +312,7 @@ class Conversations:
         if row is None:
             return None
         if row[3] > max_size:
-            raise TooLargeError(f"it has {row[3]} bytes, and at most {max_size} are read (max_body_size)")
+            raise TooLargeError(f"it has {row[3]} bytes, but at most {max_size} are read (max_body_size)")
         self._check_count(row[0], most)
         question = "SELECT item FROM items WHERE conversation = ? ORDER BY number"
         return [msgspec.json.decode(text) for (text,) in self._database.execute(question, (row[0],))]

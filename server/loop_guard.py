@@ -55,8 +55,8 @@ def watch(pid: int, timeout: float) -> None:
 def end(pid: int, timeout: float) -> None:
     """End that process, after a message with the reason."""
     print(
-        f"octavo: the event loop has stood still for {timeout:g} seconds (loop_timeout), so the process ends with "
-        f"status {SIGNAL:d}. What each thread does:",
+        f"octavo: the event loop has been blocked for {timeout:g} seconds (loop_timeout), so the process ends with "
+        f"status {SIGNAL:d}. What each thread is doing:",
         file=sys.stderr,
         flush=True,
     )

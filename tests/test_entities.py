@@ -177,7 +177,7 @@ def test_what_is_refused(plain: tuple[LLM, GlinerFolder], asked: dict[str, Any],
 
 def test_a_label_without_tokens(tmp_path: Path) -> None:
     llm = loaded(make_gliner(tmp_path, **SHAPES["bert"]).path)
-    with pytest.raises(InvalidRequestError, match="makes nothing of label 1"):
+    with pytest.raises(InvalidRequestError, match="label 1 has no tokens"):
         llm.entities("a", ["b", "\u200b"])
     llm.close()
 

@@ -62,7 +62,7 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
             "modernbert-decoder",
             "ModernBertDecoderForSequenceClassification",
             {},
-            "no part has its layer before the scores of classes",
+            "its layer before the class scores is not implemented",
         ),
         ("modernbert-decoder", "ModernBertDecoderForCausalLM", {"local_attention": 0}, "sliding_window .* at least 1"),
         (

@@ -24,7 +24,7 @@ LIMIT = 60  # seconds of sound
 TOO_LARGE, NO_IMAGE, TOO_LONG, NO_SOUND = "image_too_large", "invalid_image", "audio_too_long", "invalid_audio"
 PIXELS = r"at most 32000000 are allowed \(max_image_pixels\)\. Make it smaller, or raise --max-image-pixels"
 UNPACKED = r"unpacks to more than 1048576 bytes"
-SECONDS = r"seconds or more, and the limit is 60 \(max_audio_seconds\)\. Send it in parts, or raise --max-audio-seconds"
+SECONDS = r"seconds or more, but the limit is 60 \(max_audio_seconds\)\. Send it in parts, or raise --max-audio-seconds"
 JOINED = r"it consists of \d{5,6} files; at most 10000 are allowed"
 
 # What makes the file; what the refusal says, or None if it is taken, and its code; how many MiB all processes may grow.

@@ -221,7 +221,7 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
         ('{"method": "eagle3"}', "method must be one of ngram, suffix, off, got 'eagle3'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
         ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, off, got '2024-01-01'"),
-        ({"draft": "x"}, "has no field 'draft'; there are method, num_speculative_tokens"),
+        ({"draft": "x"}, "has no field 'draft'; its fields are method, num_speculative_tokens"),
         ("n-gram", "must be ngram, suffix, off or a JSON object, got 'n-gram'"),
         ("OFF", "must be ngram, suffix, off or a JSON object, got 'OFF'"),
         ("5", "must be ngram, suffix, off or a JSON object, got '5'"),

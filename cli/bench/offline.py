@@ -129,7 +129,7 @@ def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_l
             settings = _settings(engine, args, concurrency, count)
             levels.append(Level(load.records, settings, _server(engine), cpu))
             if stopped:
-                print("Stopped; this is what was measured until then.", file=sys.stderr)
+                print("Stopped; these are the measurements so far.", file=sys.stderr)
                 break
     finally:
         engine.close()

@@ -26,8 +26,12 @@ prompt is the encoder's input and the answer the decoder's output, such as a tra
 def parser() -> OneLineParser:
     """The parser of prompt, server and decoding."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [PROMPT] [flags]", description=DESCRIPTION)
-    made.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete; without it, or as -, it is read "
-                      "from stdin, without the final line break")  # fmt: skip
+    made.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="text to complete; if it is missing or -, stdin without its final line break",
+    )
     made.add_argument(
         "--model", metavar="MODEL", help="folder, GGUF file or hub id to load; with --url, the id of a model there"
     )

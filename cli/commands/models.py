@@ -35,7 +35,7 @@ def parser() -> OneLineParser:
         help="part of the name of a family or architecture; or a folder, GGUF file or hub id",
     )
     group = made.add_argument_group("settings for a checkpoint (as in octavo serve)")
-    group.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and answer together")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="maximum tokens of prompt and answer together")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="size of the KV cache")
     group.add_argument(
         "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="format of the weight matrices"

@@ -32,7 +32,7 @@ def parser() -> OneLineParser:
         "--quantization", "--to", choices=_KINDS, default="int8", help="format of the weight matrices [int8]"
     )
     made.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
-    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="largest size of a weight file [4GiB]")
+    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="maximum size of a weight file [4GiB]")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 

@@ -213,7 +213,7 @@ def serving(
         except ModelLoadError as problem:
             raise TalkError(str(problem)) from None
         if found is None:
-            note(f"{name} is no local path; asking the Hugging Face hub.")
+            note(f"{name} is not a local path; asking the Hugging Face hub.")
         if chats and found is not None and not _sets_template(loading) and lacks_chat_template(found):
             raise TalkError(_no_template(name, f"octavo complete --model {name} PROMPT"))
     with private_server([*([name] if name else []), *loading], _named(name), address) as place:

@@ -22,9 +22,9 @@ LOADING = {
     "dtype": "float32, bfloat16, float16",
     "quantization": "int8, int4, int8-fast (CPU only), stored or none",
     "threads": "number of CPU threads",
-    "max-model-len": "most tokens of prompt and answer together",
+    "max-model-len": "maximum tokens of prompt and answer together",
     "chat-template": "Jinja file, or a name such as chatml",
-    "generation-config": "none: ignore the default parameters that the model brings",
+    "generation-config": "none: ignore the model's default parameters",
     "revision": "branch, tag or commit on the hub",
 }
 _HINTS = get_type_hints(EngineConfig)
@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "generation-config": ("auto", "none"),
 }
 _DOCS = field_docs(SamplingParams) | {
-    "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
+    "max_tokens": "maximum tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
     "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's, "
     "or 1]",
     "presence_penalty": "amount subtracted from the logit of each token that the answer contains, from -2 to 2 [0]",

@@ -110,7 +110,9 @@ def _wait_ready(wire: Wire, process: subprocess.Popen[bytes], log: IO[bytes], sh
     lines = log.read().decode("utf-8", "replace").strip().splitlines()
     reason = next((line for line in reversed(lines) if line.startswith("octavo")), lines[-1] if lines else "")
     reason = reason.partition(": ")[2] or reason
-    raise TalkError(reason.removeprefix("cannot start: ") or f"the model's server ended with {process.returncode}.")
+    raise TalkError(
+        reason.removeprefix("cannot start: ") or f"the model's server ended with status {process.returncode}."
+    )
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -107,7 +107,7 @@ class Slash:
         name, _, text = rest.replace("=", " ").partition(" ")
         name, text = name.lstrip("-").replace("-", "_"), text.strip()
         if name not in _NUMBERS:
-            near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
+            near = did_you_mean(name, _NUMBERS) or f"; the settings are {', '.join(_NUMBERS)}"
             raise TalkError(f"unknown setting {name}{near}")
         if not text:
             return f"{name} = {self._value(name)}. To change it: /set {name} VALUE, or default."

@@ -18,10 +18,10 @@ _SCALES = {"uint8": (128, 128), "int8": (0, 2**7), "int16": (0, 2**15), "int32":
 def fault_of(samples: Samples) -> str:
     """The reason why samples are not valid sound; "" if they are."""
     if not np.isfinite(samples).all():
-        return "it holds numbers that are no sound (infinite, or not a number)"
+        return "it contains numbers that are not samples (infinite, or not a number)"
     loudest = float(np.abs(samples).max(initial=0.0))
     if loudest > _LOUDEST:
-        return f"it holds a number that is no sound ({loudest:.3g}, where samples go from -1 to 1)"
+        return f"it contains {loudest:.3g}, but samples must be from -1 to 1"
     return ""
 
 
@@ -36,10 +36,10 @@ def mono_samples(sound: Any, name: str) -> Samples:
         InvalidRequestError: the array has another form, or is not valid sound.
     """
     if not isinstance(sound, np.ndarray):
-        hint = {"Tensor": "its .numpy() is one", "list": "numpy.asarray(…, 'float32') makes one of a list of numbers"}
-        reads = "soundfile.read(…, dtype='float32') reads one from a file"
+        hint = {"Tensor": "call its .numpy()", "list": "numpy.asarray(…, 'float32') converts a list of numbers"}
+        reads = "soundfile.read(…, dtype='float32') reads a file"
         kind = type(sound).__name__
-        raise _refusal(f"{name} must be an array of numpy, got {brief(sound)} ({kind}); {hint.get(kind, reads)}.")
+        raise _refusal(f"{name} must be a numpy array, got {brief(sound)} ({kind}); {hint.get(kind, reads)}.")
     if sound.ndim not in (1, 2) or (sound.ndim == 2 and not 1 <= sound.shape[1] <= MOST_CHANNELS):
         raise _refusal(
             f"{name} must have the shape [samples], or [samples, channels] with at most {MOST_CHANNELS} channels, got "

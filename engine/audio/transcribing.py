@@ -266,10 +266,12 @@ def _check_values(wanted: Transcription, vocab_size: int) -> None:
     check_number("num_beams", wanted.num_beams, NumberRange(low=1, integer=True))
     prompt: object = wanted.prompt
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
-        fail("prompt", f"prompt must be a list of token ids, which a tokenizer makes of a text, got {brief(prompt)}.")
+        fail("prompt", f"prompt must be a list of token ids, as a tokenizer returns, got {brief(prompt)}.")
     for token in wanted.prompt:
         if type(token) is not int or not 0 <= token < vocab_size:
-            message = f"prompt holds {brief(token)}, which is no token id of the vocabulary (0 to {vocab_size - 1})."
+            message = (
+                f"prompt contains {brief(token)}, which is not a token id of the vocabulary (0 to {vocab_size - 1})."
+            )
             fail("prompt", message)
     for name in ("compression_ratio", "logprob", "no_speech"):
         check_number(name, getattr(wanted.thresholds, name), NumberRange())
@@ -284,10 +286,10 @@ def check_task(speech: SpeechInfo, wanted: Transcription) -> None:
     languages = speech.languages or ("en",)  # a model for one language is a model for English
     if wanted.language is not None and wanted.language not in languages:
         known = ", ".join(sorted(languages))
-        message = f"this model knows no language {wanted.language!r}. Languages: {known}."
+        message = f"this model does not know the language {wanted.language!r}. Languages: {known}."
         raise InvalidRequestError(message, param="language", code="invalid_value")
     if wanted.task == "translate" and "translate" not in speech.tasks:
-        message = "this model does not translate: its generation_config.json names no task translate."
+        message = "this model does not translate: its generation_config.json does not name the task translate."
         raise InvalidRequestError(message, param="model", code="unsupported_endpoint")
 
 

@@ -125,7 +125,7 @@ def read_values(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+        raise ModelLoadError(f"{file} cannot be read: it contains a {type(values).__name__}, not an object.")
     return values
 
 

@@ -136,7 +136,7 @@ class ModelRunner:
         if plan.searches is None:
             return plan, None
         if before is None:
-            raise RuntimeError("a search cannot go on: the step before it has left no candidates")
+            raise RuntimeError("a search cannot continue: the previous step left no candidates")
         if isinstance(before, StepResult):
             return resolved(plan, before, self.cache.block_size), None
         return plan, partial(self._beams.go_on, plan.searches, before, self.cache, plan.block_tables.shape[1])

@@ -1,4 +1,4 @@
-"""NVIDIA's own tool about the GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides.
+"""NVIDIA's tool nvidia-smi, which lists this machine's or container's GPUs, even those that CUDA_VISIBLE_DEVICES hides.
 
 It may take seconds if no process keeps the driver awake, so it is only run to explain a problem.
 """
@@ -98,7 +98,7 @@ def _said(*arguments: str) -> list[str]:
     except FileNotFoundError as error:
         raise NoAnswerError("there is no nvidia-smi") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoAnswerError(f"nvidia-smi cannot be asked: {error}") from error
+        raise NoAnswerError(f"nvidia-smi cannot be run: {error}") from error
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
         raise NoAnswerError(f"nvidia-smi fails: {lines[0].strip().rstrip('.')}")

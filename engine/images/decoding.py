@@ -168,7 +168,7 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 def _too_many_pixels(found: str, most: int) -> InvalidRequestError:
     return _refused(
-        f"the image has {found}, and at most {most} are allowed (max_image_pixels). Make it smaller, or raise "
+        f"the image has {found}, but at most {most} are allowed (max_image_pixels). Make it smaller, or raise "
         "--max-image-pixels.",
         code="image_too_large",
     )
@@ -176,7 +176,7 @@ def _too_many_pixels(found: str, most: int) -> InvalidRequestError:
 
 def _too_large(size: int, most: int) -> InvalidRequestError:
     return _refused(
-        f"the image has {size} bytes, and at most {most} are allowed (max_image_bytes). Make it smaller, or raise "
+        f"the image has {size} bytes, but at most {most} are allowed (max_image_bytes). Make it smaller, or raise "
         "--max-image-bytes.",
         code="image_too_large",
     )

@@ -47,11 +47,11 @@ def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
     if steps is not None:
         return steps
     if info.signal is None or info.signal.kind != "image":
-        why, code = "this model reads no images", "unsupported_input"
+        why, code = "this model does not read images", "unsupported_input"
     elif info.signal.shape[0] != 3:
         why, code = f"this model reads images of {info.signal.shape[0]} channels, not of three", "no_preprocessor"
     else:
-        why, code = f"this model has no {FILES[0]}, which says how its images are made ready", "no_preprocessor"
+        why, code = f"this model has no {FILES[0]}, which says how to prepare images", "no_preprocessor"
     raise InvalidRequestError(f"{why}.", param="input", code=code)
 
 

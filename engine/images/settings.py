@@ -208,5 +208,5 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise UnsupportedModelError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+        raise UnsupportedModelError(f"{file} cannot be read: it contains a {type(values).__name__}, not an object.")
     return values

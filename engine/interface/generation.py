@@ -444,7 +444,7 @@ def _max_tokens(
             if prompt_name != "prompt":
                 parts = f"max_tokens is {params.max_tokens}, and the decoder's beginning takes {prompt_len}"
             raise InvalidRequestError(
-                f"{parts}, together {prompt_len + params.max_tokens}, but this model's maximum context length is "
+                f"{parts}, in total {prompt_len + params.max_tokens}, but this model's maximum context length is "
                 f"{max_model_len} tokens (max_model_len). Lower max_tokens, shorten the {prompt_name} or raise "
                 "--max-model-len.",
                 param="max_tokens",

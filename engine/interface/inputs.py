@@ -215,8 +215,8 @@ def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
         return info.decoder_start_token_id
     if info.max_encoder_len is None:
         raise InvalidRequestError(
-            "decoder_start_token_id is for encoder-decoder models, and this is a decoder-only model: put the token in "
-            "front of the prompt.",
+            "decoder_start_token_id is for encoder-decoder models, but this is a decoder-only model: put the token "
+            "before the prompt.",
             param="decoder_start_token_id",
             code="unsupported_parameter",
         )
@@ -239,7 +239,7 @@ def _wrong_kind(input: object, info: EngineInfo, param: str) -> InvalidRequestEr
         kind = "an encoder-decoder model"
     name = "list of token ids" if isinstance(input, Sequence) else type(input).__name__
     return InvalidRequestError(
-        f"this model is {kind} and takes {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
+        f"this model is {kind} and accepts {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
     )
 
 

@@ -26,7 +26,7 @@ def decoded(name: str, given: Any) -> dict[str, Any]:
     try:
         values = json.loads(given)
     except (TypeError, ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is no text"
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not text"
         raise ConfigError(f"{name} must be a JSON object, got {given!r}: {reason}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a JSON object, got {given!r}.")

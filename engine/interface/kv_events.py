@@ -88,7 +88,7 @@ def parse_kv_events(given: Any) -> KVEventsConfig:
     known = [field.name for field in fields(KVEventsConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+            raise ConfigError(f"{NAME} has no field {name!r}; its fields are {', '.join(known)}.")
     return KVEventsConfig(**values)
 
 

@@ -135,7 +135,9 @@ def check_chats(info: EngineInfo) -> None:
         InvalidRequestError: the model has an encoder.
     """
     if info.max_encoder_len is not None:
-        _fail("messages", f"{info.model} is an encoder-decoder model, which knows no conversations. Use generate.")
+        _fail(
+            "messages", f"{info.model} is an encoder-decoder model, which does not support conversations. Use generate."
+        )
 
 
 def _got(value: Any) -> str:

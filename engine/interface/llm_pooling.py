@@ -398,7 +398,7 @@ class PoolingMethods:
             single = name == "texts" and isinstance(given, str)
             listed = isinstance(given, Sequence) and given and all(isinstance(item, str) for item in given)
             if not single and (not listed or isinstance(given, str)):
-                raise InvalidRequestError(f"{name} must be a list of texts that is not empty.", param=name)
+                raise InvalidRequestError(f"{name} must be a non-empty list of texts.", param=name)
         terms = EntityTerms(
             labels=tuple(labels), threshold=threshold, flat_ner=flat_ner, multi_label=multi_label, stride=stride
         )
@@ -560,7 +560,7 @@ def _asked(question: str | Sequence[str], context: str | Sequence[str]) -> list[
     for name, given in (("question", question), ("context", context)):
         listed = isinstance(given, Sequence) and given and all(isinstance(text, str) for text in given)
         if not listed and not isinstance(given, str):
-            raise InvalidRequestError(f"{name} must be a text or a list of texts that is not empty.", param=name)
+            raise InvalidRequestError(f"{name} must be a text or a non-empty list of texts.", param=name)
     questions, contexts = ([texts] if isinstance(texts, str) else list(texts) for texts in (question, context))
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:

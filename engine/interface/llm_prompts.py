@@ -63,8 +63,8 @@ class PromptReader:
         room, kept = info.max_encoder_len or info.max_model_len, params.truncate_prompt_tokens
         if kept is not None and kept > room:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 to keep as "
-                "much as leaves room for the answer.",
+                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 to keep as many "
+                "tokens as leave room for the answer.",
                 param="truncate_prompt_tokens",
                 code="invalid_value",
             )

@@ -20,7 +20,7 @@ IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SECONDS_PER_TIMESTAMP = 0.02  # for speech models
-NO_ALIGNMENT = "its generation_config.json names no alignment_heads"
+NO_ALIGNMENT = "its generation_config.json does not name alignment_heads"
 Task = Literal[
     "generate", "embed", "classify", "token_classify", "answer", "entities", "fill_mask", "token_embed", "sparse_embed",
     "align",

@@ -19,15 +19,15 @@ _POOLING_TASKS = tuple(task for task in get_args(Task) if task != "generate")
 _MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
 # The missing part of a model that does not support a task.
 _LACKS = {
-    "generate": "it has no language-model head over a decoder",
+    "generate": "it has no language-model head on a decoder",
     "reward": "it has no head that scores texts or tokens",
-    "embed": "its head is made for other answers than vectors",
+    "embed": "its head does not return vectors",
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
     "answer": "it has no head that finds answers",
     "entities": "it has no head that finds entities by labels",
     "fill_mask": "it has no masked-language-model head",
-    "token_embed": "it is not a text encoder that gives vectors",
+    "token_embed": "it is not a text encoder that returns vectors",
     "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
 }
 

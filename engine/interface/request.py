@@ -422,7 +422,7 @@ class SamplingParams:
             return
         for other in ("allowed_token_ids", "structured_outputs", "constraint"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with timestamps, which say themselves what may come.")
+                fail(other, f"{other} cannot be used with timestamps, which set the allowed tokens themselves.")
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:

@@ -54,5 +54,5 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+            raise ConfigError(f"{NAME} has no field {name!r}; its fields are {', '.join(known)}.")
     return SpeculativeConfig(**values)

@@ -162,16 +162,16 @@ def _read_alignment(pairs: Any, config: Any) -> Alignment | str:
     if pairs is None or pairs == []:
         return NO_ALIGNMENT
     if not isinstance(pairs, list):
-        return f"{name} that are no list of pairs [layer, head], but {brief(pairs)}"
+        return f"{name} that are not a list of pairs [layer, head]: {brief(pairs)}"
     for pair in pairs:
         whole = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
         if not (whole and 0 <= pair[0] < layers and 0 <= pair[1] < heads):
-            return f"{name} that are no pairs [layer, head] of {layers} layers and {heads} heads: {brief(pair)}"
+            return f"{name} that are not pairs [layer, head] of {layers} layers and {heads} heads: {brief(pair)}"
     if len({tuple(pair) for pair in pairs}) < len(pairs):
         return f"{name} twice: {brief(pairs)}"
     width = getattr(config, "median_filter_width", None) or _FILTER_WIDTH
     if type(width) is not int or width < 1 or width % 2 == 0:
-        return f"its config.json sets median_filter_width to {brief(width)}, which is no odd number above 0"
+        return f"its config.json sets median_filter_width to {brief(width)}, which is not an odd number above 0"
     return Alignment(heads=tuple((layer, head) for layer, head in pairs), filter_width=width)
 
 

@@ -122,15 +122,15 @@ def _as_text(name: str, value: Any) -> str:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            _refuse(f"{name} is a string that is no JSON: {error}.", name)
+            _refuse(f"{name} is a string that is not JSON: {error}.", name)
     if not isinstance(value, Mapping) and not (name == "json" and isinstance(value, bool)):
         what = "an object or a boolean" if name == "json" else "an object"
-        _refuse(f"{name} must be {what}, or that as a string, got {brief(value)}.", name)
+        _refuse(f"{name} must be {what}, or the same as a string, got {brief(value)}.", name)
     check_structure(name, value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        _refuse(f"{name} is no JSON: {error}.", name)
+        _refuse(f"{name} is not JSON: {error}.", name)
     check_size(name, text)
     return text
 

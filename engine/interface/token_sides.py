@@ -153,7 +153,7 @@ SIDES: dict[str, TokenSide] = {
             param="bbox",
             noun="boxes",
             form="boxes of four integers, [left, upper, right, lower]",
-            rule="left not beyond right and upper not beyond lower",
+            rule="left at most right and upper at most lower",
             fits=_is_box,
         ),
         # The offset from a token's position to its row in rotary tables.
@@ -212,7 +212,7 @@ def read_sides(given: Mapping[str, Any], count: int, limits: Mapping[str, int]) 
     known = {side.name: side for side in asked_sides()}
     for name in given:
         if name not in known:
-            message = f"a token has no {brief(name)}. The sides of tokens are {', '.join(known)}."
+            message = f"a token has no {brief(name)}. The known sides are {', '.join(known)}."
             raise InvalidRequestError(message, param="sides", code="invalid_value")
     read = {name: known[name].read(values, count, limits.get(name, 0)) for name, values in given.items()}
     return {name: values for name, values in read.items() if values is not None}

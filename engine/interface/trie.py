@@ -199,7 +199,7 @@ class Member:
         """
         node = self._first + int(self.trie.tokens[self._first : self._last].searchsorted(token))
         if node == self._last or self.trie.tokens[node] != token:
-            raise ValueError(f"token {token} is not one that may come next")
+            raise ValueError(f"token {token} is not allowed next")
         self._enter(node)
 
     def fill(self, mask_row: MaskRow) -> None:

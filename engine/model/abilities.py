@@ -99,8 +99,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         case spec.Embedder(features=features):
             if pipeline.modes is not None:
                 raise UnsupportedModelError(
-                    f"{pipeline.transformer}: {MODULES} says how vectors are made, but the model has a head for that. "
-                    "Remove the file."
+                    f"{pipeline.transformer}: {MODULES} defines how to compute vectors, but the model has a head for "
+                    "that. Remove the file."
                 )
             return Abilities(tasks=("embed",), embedding_size=features or model.trunk.output_size, **found)
         case _:
@@ -109,7 +109,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         tasks += _of_tokens(model, pipeline, found)
     elif pipeline.sparse is not None or pipeline.tokens is not None:
         raise UnsupportedModelError(
-            f"{pipeline.transformer}: sparse vectors and vectors of tokens are implemented for encoders of texts alone."
+            f"{pipeline.transformer}: sparse vectors and vectors of tokens are implemented for text encoders only."
         )
     if pipeline.modes is None:
         # Only a decoder's last token has seen all others. If a learned vector precedes an image's patches, it has

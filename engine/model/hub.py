@@ -80,7 +80,7 @@ def gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | Non
 
 def _say_asked(model: str) -> None:
     if not constants.HF_HUB_OFFLINE:
-        logger.info("%s is no local path. Asking the hub (%s).", model, constants.ENDPOINT)
+        logger.info("%s is not a local path. Asking the hub (%s).", model, constants.ENDPOINT)
 
 
 def _unreachable_because() -> OSError | None:
@@ -101,7 +101,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
     """The files of a model on the hub; None if the hub cannot be reached."""
     _say_asked(model)
     if (reason := _unreachable_because()) is not None:
-        logger.warning("The hub cannot be reached (%s). The local cache is searched instead.", reason)
+        logger.warning("The hub cannot be reached (%s). The local cache is used instead.", reason)
         return None
     refusals = (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
     with _explained(model, revision, local_only=False):
@@ -110,9 +110,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
         except refusals:
             raise
         except Exception as error:  # the exceptions depend on the installed HTTP client
-            logger.warning(
-                "The hub does not list the files of %s (%s). The local cache is searched instead.", model, error
-            )
+            logger.warning("The hub does not list the files of %s (%s). The local cache is used instead.", model, error)
             return None
 
 
@@ -154,6 +152,6 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
 def _unreachable(model: str, place: str) -> str:
     why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (
-        f"{place} is no local folder, its files are not all in the local cache, and {why}.{near(Path(model))} Check "
-        "the network, or give the path of a local model."
+        f"{place} is not a local folder, its files are not all in the local cache, and {why}.{near(Path(model))} "
+        "Check the network, or give the path of a local model."
     )

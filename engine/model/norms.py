@@ -91,7 +91,7 @@ def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.
         return None
     if rows > 1 and part.kind != "layer":
         raise UnsupportedModelError(
-            f"each head may have weights of its own in a layer norm, not in one of {part.kind}."
+            f"separate weights per head are allowed in a layer norm, not in a norm of kind {part.kind}."
         )
     match part.kind:
         case "rms":

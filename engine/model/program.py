@@ -247,7 +247,7 @@ class Builder:
                     assert isinstance(block.ffn.inner, DenseFeedForward)
                     self.add(FeedBeside(block.ffn.before, block.ffn.inner))
             case _:
-                raise TypeError(f"{type(block).__name__} is no block")
+                raise TypeError(f"{type(block).__name__} is not a block")
 
     def sublayer(self, part: Sublayer, layer: int) -> None:
         """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
@@ -376,7 +376,7 @@ class Builder:
                 self.add(Open(opening, out))
                 return out
             case _:
-                raise TypeError(f"{type(module).__name__} is no sublayer")
+                raise TypeError(f"{type(module).__name__} is not a sublayer")
 
     def _self_attention(
         self, module: SelfAttention, x: Rows, name: str, layer: int, values: Rows | None = None

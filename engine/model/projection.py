@@ -92,8 +92,8 @@ def _fill(module: nn.Module, folder: Path) -> None:
     if not (folder / SINGLE_FILE).is_file():
         found = sorted(file.name for file in folder.glob("*.bin")) if folder.is_dir() else []
         raise ModelLoadError(
-            f"{folder} holds no {SINGLE_FILE}"
-            + (f", but {', '.join(found)}, which is not read" if found else "")
+            f"{folder} contains no {SINGLE_FILE}"
+            + (f"but {', '.join(found)}, which is not supported" if found else "")
             + ". Download the checkpoint again, or convert it once: load it with sentence-transformers and call "
             "save_pretrained(folder), which writes safetensors."
         )

@@ -114,7 +114,7 @@ def made_of(weight: Tensor | gemm.Weight, kind: Held) -> gemm.Weight:
     """The weight, quantised if it is plain."""
     if not isinstance(weight, Tensor):
         return weight
-    assert kind in _PACKERS, "nothing plain becomes blocks of a file"
+    assert kind in _PACKERS, "plain weights cannot become blocks of a file"
     return quantise(weight, kind, form_on(weight.device, kind))
 
 

@@ -79,7 +79,9 @@ def find_folder(setting: str | None) -> Path | None:
     try:
         return Path(setting).expanduser().absolute()
     except RuntimeError:
-        raise ConfigError(f"quantization_cache is {setting}, but there is no such home folder. Name another.") from None
+        raise ConfigError(
+            f"quantization_cache is {setting}, but there is no such home folder. Choose another."
+        ) from None
 
 
 def kept_files(folder: Path) -> list[Path]:
@@ -199,7 +201,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
-            logger.warning("Quantized weights in %s cannot be used and are made again: %s.", self.path, error)
+            logger.warning("Quantized weights in %s cannot be used and are computed again: %s.", self.path, error)
             if not isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     self.path.unlink()
@@ -270,7 +272,7 @@ class Entry:
             pass
         with safe_open(str(cache.path), framework="pt", device="cpu") as handle:
             if (handle.metadata() or {}).get("key") != cache.key:
-                raise ValueError("it was not made of this checkpoint")
+                raise ValueError("it was not made from this checkpoint")
             cache.layout.check(handle)
             # Views of the file: nothing is read yet.
             self._tensors: dict[str, Tensor] = {name: handle.get_tensor(name) for name in cache.layout.places}
@@ -396,7 +398,7 @@ class _Layout:
     def check(self, handle: Any) -> None:
         """Raise ValueError for a file with other tensors."""
         if set(handle.keys()) != set(self.places):
-            raise ValueError("it holds other matrices")
+            raise ValueError("it contains other matrices")
         for name, place in self.places.items():
             stored = handle.get_slice(name)
             if stored.get_dtype() != _STORED[place.dtype] or tuple(stored.get_shape()) != place.shape:

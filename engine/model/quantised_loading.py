@@ -292,7 +292,7 @@ class MatrixLoading:
         """Log a summary."""
         what = "Packed weights" if self._shared else f"Quantized weights ({self._kind})"
         if self._count and not self._shared:
-            logger.debug("%s of %d matrices are used as they are stored", what, self._count)
+            logger.debug("%s of %d matrices are used in their stored format", what, self._count)
         if not self._matrices:
             if self._shared:
                 logger.warning("--share-weights has no effect: it needs a CPU and Octavo's own kernels.")

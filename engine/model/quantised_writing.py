@@ -165,8 +165,8 @@ def quantise_checkpoint(
 
 def _few_bits_already(model: str, title: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The weights of {model} are already quantized ({title}). Serve it as it is (octavo serve {model}), "
-        "or choose the original checkpoint."
+        f"The weights of {model} are already quantized ({title}). Serve it unchanged (octavo serve {model}), or "
+        "choose the original checkpoint."
     )
 
 
@@ -308,7 +308,7 @@ def _made(checkpoint: Checkpoint, name: str, kind: Quantization | None) -> dict[
         return {stored: tensor}
     made = quantise(tensor, kind, "portable")
     if not bool(made.scales.isfinite().all()):
-        raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} holds numbers that are not finite.")
+        raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} contains infinite numbers or NaN.")
     module = stored.removesuffix(".weight")
     return {module + end: part for end, part in parts_of(made, kind).items()}
 

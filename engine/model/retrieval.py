@@ -50,7 +50,7 @@ def read_folder(root: Path) -> Pipeline:
         layer = _torch_layer(path, SPARSE_FILE)
         if layer.outputs != 1:
             raise UnsupportedModelError(
-                f"{path / SPARSE_FILE} makes {layer.outputs} numbers of a token, not one weight."
+                f"{path / SPARSE_FILE} computes {layer.outputs} numbers per token, not one weight."
             )
         pipeline = replace(pipeline, sparse=InputWeights(layer))
     if pipeline.tokens is None and (path / TOKENS_FILE).is_file():
@@ -97,8 +97,8 @@ def _sides(file: Path) -> dict[str, SideInfo]:
     colbert/modeling/), from the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
     if not file.is_file():
         logger.warning(
-            "%s is missing. Queries and documents are read like any text: without "
-            "markers, and queries are not padded with masks.",
+            "%s is missing. Queries and documents are read like any other text, without markers, and queries are "
+            "not padded with masks.",
             file,
         )
         return {}
@@ -153,7 +153,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
     except zipfile.BadZipFile as error:
         raise ModelLoadError(f"{file} was not written by torch 1.6 or newer ({error}).") from error
     if size > MOST_BYTES:
-        raise ModelLoadError(f"{file} holds {size} bytes; of a linear layer at most {MOST_BYTES} are read.")
+        raise ModelLoadError(f"{file} has {size} bytes; a linear layer may have at most {MOST_BYTES}.")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:

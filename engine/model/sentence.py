@@ -218,7 +218,7 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
             source = layer.source if isinstance(layer, DenseLayer) else OwnFile()
             file = source.name if isinstance(source, TorchFile) else "config.json"
             raise ModelLoadError(
-                f"{layer.folder / file} is made for vectors of {wanted} features, but what comes before it gives "
+                f"{layer.folder / file} is made for vectors of {wanted} features, but the module before it returns "
                 f"{size}."
             )
         size = layer.outputs if isinstance(layer, DenseLayer) else size
@@ -237,7 +237,7 @@ def read_pipeline(root: Path) -> Pipeline:
     modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]
     first = modules[0]
     if first.kind not in ("Transformer", "MLMTransformer"):
-        raise first.refusal(f"a pipeline must begin with a Transformer, and this one with {first.kind}")
+        raise first.refusal(f"a pipeline must begin with a Transformer, but this one begins with {first.kind}")
     settings = _settings(root / SETTINGS)
     kind = settings.get("model_type")
     splade = len(modules) > 1 and modules[1].kind == "SpladePooling"
@@ -248,7 +248,7 @@ def read_pipeline(root: Path) -> Pipeline:
         sparse, prompts = _splade(modules[1]), _prompts(root / SETTINGS, settings)
         return Pipeline(transformer=first.folder, modes=(), sparse=sparse, **limits, **prompts)
     if kind == "SparseEncoder" or first.kind == "MLMTransformer":
-        raise first.refusal("of sparse encoders, only a masked language model with SpladePooling is served")
+        raise first.refusal("the only supported sparse encoder is a masked language model with SpladePooling")
     if kind == "ColBERT" or any(module.is_pylate for module in modules):
         tokens = TokenVectors(layers=_token_layers(modules[1:]), sides=_sides(root / SETTINGS, settings))
         prompts = _prompts(root / SETTINGS, settings)
@@ -258,7 +258,7 @@ def read_pipeline(root: Path) -> Pipeline:
         return Pipeline(transformer=first.folder, modes=(), tokens=tokens, **limits, **prompts)
     if kind == "CrossEncoder":
         if len(modules) > 1:
-            raise modules[1].refusal("of cross-encoders, only a Transformer with a head that classifies is served")
+            raise modules[1].refusal("the only supported cross-encoder is a Transformer with a classification head")
         name = settings.get("activation_fn")
         named = name if isinstance(name, str) else None
         return Pipeline(transformer=first.folder, modes=(), activation=named, **limits)
@@ -313,7 +313,7 @@ class _Module:
         works_on = _TOKENS if self.is_pylate else _VECTOR
         for name in ("module_input_name", "module_output_name"):
             if config.get(name) not in (None, works_on):
-                raise self.refusal(f"{name} is {config[name]!r}, and only {works_on} is implemented")
+                raise self.refusal(f"{name} is {config[name]!r}, but only {works_on} is implemented")
 
 
 def _read(file: Path) -> Any:
@@ -329,14 +329,14 @@ def _object(file: Path, *, needed: bool = False) -> dict[str, Any]:
     """A JSON object; an empty one if an optional file is missing."""
     found = _read(file) if needed or file.is_file() else {}
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+        raise ModelLoadError(f"{file} is damaged: it contains no JSON object.")
     return found
 
 
 def _modules(file: Path) -> list[Any]:
     found = _read(file)
     if not isinstance(found, list) or not found:
-        raise ModelLoadError(f"{file} is damaged: it holds no list of modules.")
+        raise ModelLoadError(f"{file} is damaged: it contains no list of modules.")
     return found
 
 
@@ -355,7 +355,7 @@ def _settings(file: Path) -> dict[str, Any]:
 def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ModelLoadError(f"{file}: prompts must be an object of names and texts.")
+        raise ModelLoadError(f"{file}: prompts must be an object that maps names to texts.")
     if default is not None and default not in prompts:
         raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, but must be one of {', '.join(prompts)}.")
     return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
@@ -380,11 +380,11 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
         raise module.refusal(f"transformer_task is {config['transformer_task']!r} in {file.name}, not {task!r}")
     ways = config.get("modality_config") or {"text": {"method_output_name": states}}
     if not isinstance(ways, dict) or not isinstance(ways.get("text", {}), dict):
-        raise ModelLoadError(f"{file}: modality_config must be an object of objects.")
+        raise ModelLoadError(f"{file}: modality_config must be an object whose values are objects.")
     if "message" in ways:
         raise module.refusal(f"{file.name} has texts rendered as chat messages, which is not implemented")
     if ways.get("text", {}).get("method_output_name") != states or config.get("module_output_name", output) != output:
-        raise module.refusal(f"{file.name} asks for another output than {states}, which is not implemented")
+        raise module.refusal(f"{file.name} asks for an output other than {states}, which is not implemented")
     for name in ("model_args", "model_kwargs", "config_args", "config_kwargs", "processing_kwargs", "query_expansion"):
         if config.get(name):
             logger.warning("%s: %s is ignored: %s", file, name, config[name])

@@ -182,7 +182,7 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
         return model
     if isinstance(model.head, Lm | MaskedLm) and model.head.tied and _differs(checkpoint, table.head, embedding):
         level = logging.INFO if table.expects_head else logging.WARNING
-        message = "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used."
+        message = "%s: tie_word_embeddings is true, but %s is stored with different values, which are used."
         logger.log(level, message, checkpoint.path, table.head)
         model = replace(model, head=replace(model.head, tied=False))
     own = [name for name in table.copies if _differs(checkpoint, name, embedding)]
@@ -191,8 +191,8 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
     if isinstance(model.head, Lm) and model.head.tied:
         raise UnsupportedModelError(
             f"{checkpoint.path}: tie_word_embeddings is true, but {_some(own)} and {embedding} have different "
-            "values, so it is not clear which of them is the output matrix. Store it as a tensor of its own "
-            f"({table.head}), or drop the tables that are not used."
+            "values, so it is not clear which of them is the output matrix. Store it as a separate tensor "
+            f"({table.head}), or drop the unused tables."
         )
     return replace(model, shared_tokens=False)
 
@@ -244,7 +244,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
             destinations.setdefault(name, []).append(Destination(parameter, entry.transform, place, shape))
     if parameters:
-        raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
+        raise ModelLoadError(f"The table of weight names does not fill {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
         raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config requires: {_some(missing)}.")
     unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
@@ -253,7 +253,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
     for name, found in destinations.items():
         if wrong := [each.shape for each in found if each.shape != checkpoint.shape(name)]:
             raise ModelLoadError(
-                f"{checkpoint.path}: the tensor {name} should have shape {list(wrong[0])} by the config, "
+                f"{checkpoint.path}: the tensor {name} should have shape {list(wrong[0])} according to the config, "
                 f"but is stored as {list(checkpoint.shape(name))}."
             )
         if checkpoint.format(name) not in FORMATS:

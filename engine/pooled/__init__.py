@@ -220,7 +220,7 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
         )
     places = [at for at, token in enumerate(encoding.ids) if token == tokenizer.mask_token_id]
     if not places:
-        cut = " in the part that truncate_prompt_tokens leaves of it" if encoding.truncated else ""
+        cut = " in the part that truncate_prompt_tokens keeps" if encoding.truncated else ""
         raise InvalidRequestError(
             f"the input has no {tokenizer.mask_token}{cut}: write {tokenizer.mask_token} (token id "
             f"{tokenizer.mask_token_id}) in place of each token to predict.",
@@ -244,9 +244,9 @@ def check_scores(info: EngineInfo) -> None:
     if is_cross_encoder(info) or comparison_of(info) is not None:
         return
     lacks = (
-        f"its head tells {len(info.labels)} classes apart, and a cross-encoder's gives a single score"
+        f"its head has {len(info.labels)} classes, but a cross-encoder's returns a single score"
         if "classify" in info.tasks
-        else "it gives neither vectors to compare nor one score for a pair"
+        else "it returns neither vectors to compare nor one score for a pair"
     )
     raise InvalidRequestError(
         f"this model cannot serve score: {lacks}. It serves {', '.join(info.tasks)}.",

@@ -63,7 +63,7 @@ class EntityTerms:
     def __post_init__(self) -> None:
         for label in self.labels:
             if not isinstance(label, str) or not label.strip():
-                fail("labels", f"labels must hold texts that are not blank, got {brief(label)}.")
+                fail("labels", f"labels must be texts that are not blank, got {brief(label)}.")
         object.__setattr__(self, "labels", tuple(dict.fromkeys(self.labels)))
         if not 1 <= len(self.labels) <= MAX_LABELS:
             fail("labels", f"labels must hold 1 to {MAX_LABELS} different texts, got {len(self.labels)}.")
@@ -141,7 +141,7 @@ def _check_labels(terms: EntityTerms, reading: EntitiesInfo) -> None:
     for label in terms.labels:
         for mark in (reading.label_mark, reading.text_mark):
             if mark in label:
-                fail("labels", f"labels must not hold {mark}, which is for the model alone; got {brief(label)}.")
+                fail("labels", f"labels must not hold {mark}, which is reserved for the model; got {brief(label)}.")
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
@@ -165,7 +165,7 @@ def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: Entitie
         )
     for number in range(count):
         if 2 * number + 1 not in firsts:
-            fail("labels", f"the tokenizer makes nothing of label {number}. Describe it with other words.")
+            fail("labels", f"label {number} has no tokens. Use other words.")
     return marks
 
 

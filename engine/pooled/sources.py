@@ -97,7 +97,7 @@ def _is_id(item: Any) -> bool:
 
 def _refused(item: Any, pairs: bool) -> InvalidRequestError:
     kinds = 'a TokenInput or a pair of texts (a tuple, or {"text": ..., "text_pair": ...})' if pairs else "a TokenInput"
-    rest = "; pairs of texts are for classifiers of whole inputs" if not pairs and _is_pair(item) else ""
+    rest = "; pairs of texts are only for classifiers of whole inputs" if not pairs and _is_pair(item) else ""
     return InvalidRequestError(
         f"an input must be a text, a list of token ids{',' if pairs else ' or'} {kinds}, got {brief(item)}{rest}.",
         param="inputs",

@@ -223,7 +223,7 @@ class ConnectedClient(EngineClient):
             try:
                 self._deliver(decode_news(data))
             except msgspec.DecodeError as error:
-                self._died(f"the engine's process sent what is no message: {error}")
+                self._died(f"the engine's process sent an invalid message: {error}")
                 break
         return bool(received)
 
@@ -287,7 +287,9 @@ class ConnectedClient(EngineClient):
                 if cache_map is not None:
                     future.set_result(cache_map)
                 else:
-                    future.set_exception(RequestFailedError("the map could not be drawn; the engine's log says why"))
+                    future.set_exception(
+                        RequestFailedError("the map could not be made; see the engine's log for the reason")
+                    )
 
     def _end_streams(self, reason: str) -> None:
         for call in self._calls.values():

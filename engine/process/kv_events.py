@@ -174,8 +174,8 @@ class KVEventPublisher:
             (closed.bind if bind else closed.connect)(address)
             if bind and not _LOOPBACK.match(address):
                 logger.warning(
-                    "%s: %s %s is open to other machines. Events hold the tokens of prompts and answers, and no key is "
-                    "asked for: close the port to all but the router, or bind 127.0.0.1 or ipc://.",
+                    "%s: %s %s is open to other machines. Events contain the tokens of prompts and answers, and "
+                    "need no key: close the port to all but the router, or bind 127.0.0.1 or ipc://.",
                     NAME, name, address,
                 )  # fmt: skip
         except zmq.ZMQError as error:
@@ -251,7 +251,7 @@ class KVEventPublisher:
         if now - self._logged < _LOG_INTERVAL:
             self._num_unlogged += 1
             return
-        more = f" {self._num_unlogged} more such lines were left out before." if self._num_unlogged else ""
+        more = f" {self._num_unlogged} earlier lines of this kind were left out." if self._num_unlogged else ""
         self._logged, self._num_unlogged = now, 0
         logger.warning("%s%s", message, more, exc_info=exc_info)
 

@@ -49,7 +49,7 @@ def make_folder() -> Path:
     Raises:
         ConfigError: no suitable folder can be made.
     """
-    problem: object = "its path is too long for a socket's"
+    problem: object = "its path is too long for a socket"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         try:
             folder = tempfile.mkdtemp(prefix="octavo-ipc-", dir=parent)  # mode 0700

@@ -362,7 +362,7 @@ class Loop:
         try:
             return self._engine.cache_map()
         except Exception:  # an observer must not stop the engine
-            logger.exception("the map of the cache could not be drawn")
+            logger.exception("the map of the cache could not be made")
             return None
 
     def _tell(self, clients: Iterable[_Client], stats: EngineStats) -> None:

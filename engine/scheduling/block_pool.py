@@ -4,8 +4,8 @@ A page is in exactly one of three states:
     held    some block table (or a pending copy) refers to it
     cached  nothing refers to it, but its hash is known, so a later prompt may take it up again
     free    neither
-`free + held + cached == total` after every operation. Page 0 is no page of the pool: in tables it stands where a
-page is not needed any more, and it pads them.
+`free + held + cached == total` after every operation. Page 0 is not part of the pool: in tables it replaces
+pages that are no longer needed, and pads them.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Tables:
         for sequence in (s for group in groups for s in group.sequences if len(s.table)):
             table, first = sequence.table.view(), self._config.first_page(sequence.num_computed)
             if table[:first].any() or not table[first:].all():
-                raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
+                raise AssertionError(f"pages from {first} on are needed in the table {table.tolist()}")
             written = table[sequence.num_scheduled // self._config.block_size :].tolist()
             if sequence.num_writable and any(map(self._pool.is_shared, written)):
                 raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")

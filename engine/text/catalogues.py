@@ -113,18 +113,18 @@ class Catalogues:
         if not decoding.stop_ids:
             _refuse(
                 "constraint",
-                "answers of a catalogue end with an end token, and this model names none (eos_token_id in its "
+                "answers of a catalogue end with an end token, but this model names none (eos_token_id in its "
                 "generation_config.json). Send stop_token_ids.",
             )
         within = [token for token in sorted(decoding.stop_ids) if used[token]]
         if within:
-            message = f"stop_token_ids holds {within[0]}, which is a token of titles of the catalogue {name}."
+            message = f"stop_token_ids holds {within[0]}, which occurs in titles of the catalogue {name}."
             _refuse("stop_token_ids", message)
         if decoding.num_beams > 1 and decoding.n > trie.num_sequences:
             _refuse(
                 "n",
-                f"n is {decoding.n}, but the catalogue {name} has {trie.num_sequences} titles, and beams are all "
-                "different. Ask for fewer.",
+                f"n is {decoding.n}, but the catalogue {name} has {trie.num_sequences} titles, and all beams differ. "
+                "Ask for fewer.",
             )
         # A title must not be cut off by max_tokens.
         constraint = Member(trie, sorted(decoding.stop_ids))
@@ -135,7 +135,11 @@ class Catalogues:
         if found is None:
             names = sorted(self._found)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            there = f"there are {', '.join(names[:_SHOWN])}{more}" if names else "there is none (--catalogue NAME=FILE)"
+            there = (
+                f"the catalogues are {', '.join(names[:_SHOWN])}{more}"
+                if names
+                else "there is none (--catalogue NAME=FILE)"
+            )
             _refuse("constraint", f"constraint: there is no catalogue {brief(name)}; {there}.", "unknown_catalogue")
         return found
 
@@ -315,7 +319,7 @@ class _Builder:
             if self._tokenizer is None:
                 line = next(number for number, title in batch if isinstance(title, str))
                 message = "the title is a text, and the model has no tokenizer (or skip_tokenizer_init is set)"
-                raise ConfigError(f"{where}, line {line}: {message}. Give ids.")
+                raise ConfigError(f"{where}, line {line}: {message}. Use ids instead.")
             self._opening = self._find_opening(self._tokenizer)
         encoded = iter(self._tokenizer.encode_answers(texts))
         opening = self._opening

@@ -89,7 +89,7 @@ class _Reader:
         while self._next[0] != "end":
             kind, name = self._take()
             if kind != "rule":
-                raise ValueError(f"{name!r} stands where a rule (name ::= ...) should begin")
+                raise ValueError(f"{name!r} is not the start of a rule (name ::= ...)")
             self._take()
             if name in rules:
                 raise ValueError(f"the grammar has two rules {name}")
@@ -167,7 +167,7 @@ def _codes(text: str) -> Iterator[tuple[int, bool]]:
         if not code and (escaped or plain):
             code = ord(_ESCAPES.get(escaped, escaped) if escaped else plain)
         if code > _LAST or 0xD800 <= code <= 0xDFFF:
-            raise ValueError(f"{found.group()} is no character")
+            raise ValueError(f"{found.group()} is not a character")
         yield code, plain is None
 
 
@@ -182,7 +182,7 @@ def _ranges_of(text: str) -> Ranges:
             high = codes[at + 2][0]
             at += 2
         if high < low:
-            raise ValueError(f"{text} holds a range that ends before it begins")
+            raise ValueError(f"{text} contains a range that ends before it begins")
         ranges.append((low, high))
         at += 1
     merged = _union(tuple(ranges))

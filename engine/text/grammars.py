@@ -47,8 +47,8 @@ _EXCEEDED = (
     ),
     (
         re.compile(r"Too many items \(limit (\d+)"),
-        "it is too ambiguous: a token takes more than the limit of {0} parser items. Use longer literals, or fewer "
-        "alternatives that may begin alike.",
+        "it is too ambiguous: one token takes more than the limit of {0} parser items. Use longer literals, or "
+        "fewer alternatives that may begin alike.",
     ),
     (
         re.compile(r"too many states: \d+ >= (\d+)"),
@@ -421,11 +421,11 @@ class GrammarConstraint:
         return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool)
 
     def _give_up(self) -> None:
-        self.problem = "the grammar takes too long to follow; simplify it"
+        self.problem = "the grammar takes too long to apply; simplify it"
         logger.warning("%s", self.problem)
 
     def _note(self) -> None:
-        self.problem = f"the grammar cannot be followed any further: {plain(self._matcher.get_error())}"
+        self.problem = f"the grammar cannot be applied any further: {plain(self._matcher.get_error())}"
         logger.warning("%s", self.problem)
 
 

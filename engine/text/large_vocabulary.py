@@ -104,7 +104,7 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         raise ValueError("merges are texts and lists")
     content = json.loads(text[:begin] + text[at:])
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return content, merges
 
 

@@ -124,7 +124,7 @@ class BareObjects:
             if value is False:  # it may have no value
                 continue
             if not _KEY.fullmatch(key):
-                raise ValueError(f"a call with an argument of the name {json.dumps(key)} cannot be enforced")
+                raise ValueError(f"a call with an argument named {json.dumps(key)} cannot be enforced")
             pair = self._rule(f"{_text(f'{key}:')} {self._value(value)}")
             member = f"{pair} {behind}".strip()
             if isinstance(required, list) and key in required:

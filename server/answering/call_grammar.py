@@ -134,7 +134,7 @@ def _calls(
             lines.append(line)
             size += len(line)
             if size > _MAX_RULES:  # definitions that several arguments refer to are repeated for each
-                raise ValueError(f"calls whose schemas make more than {_MAX_RULES} characters cannot be enforced")
+                raise ValueError(f"calls whose schemas have more than {_MAX_RULES} characters cannot be enforced")
     if writing.pair is not None:
         lines += quoted.until("plain", writing.pair.end)
     elif writing.quote is not None:
@@ -225,7 +225,7 @@ def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, l
     if quoted.begins_with_token(opening):
         return "TEXT (calls TEXT)*", []
     if quoted.holds_token(opening):
-        raise ValueError("calls whose first mark has a special token within it can be enforced only where they must be")
+        raise ValueError("calls whose first mark contains a special token can be enforced only if a call is required")
     marks = [*format.drops, *(region["open"] for region in format.regions if "open" in region)]
     mark = next((mark for mark in marks if opening.startswith(mark)), opening.partition("\n")[0])
     rest = quoted(opening.removeprefix(mark))

@@ -129,8 +129,8 @@ def _most_tokens(service: Service) -> int:
 
 def _too_many(param: str, count: int, most: int) -> ApiError:
     message = (
-        f"{param}: the {count} inputs have more than {most} tokens together, the most that one request may bring. Send "
-        "fewer in one request, or raise --max-num-queued-tokens."
+        f"{param}: the {count} inputs have more than {most} tokens together, which is the limit for one request. "
+        "Send fewer in one request, or raise --max-num-queued-tokens."
     )
     return ApiError(400, message, param=param, code="too_many_tokens")
 

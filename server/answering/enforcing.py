@@ -42,7 +42,7 @@ async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: 
             raise ApiError(400, message, param="tool_choice", code="unsupported_parameter") from None
         if form is None:
             return shape  # strict is then only a hint
-        message = f"{problem}, so that none can stand instead of text of a given form; send one without the other."
+        message = f"{problem}, so tools cannot be combined with a format of the answer. Send only one of them."
         raise ApiError(400, message, param="tools", code="unsupported_parameter") from None
     if grammar is None:
         return shape

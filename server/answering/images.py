@@ -82,11 +82,11 @@ class ImageReading:
                 raise TimeoutError
             read = await self._workers.run("image", picture, Pixels, min(TIME_LIMIT, left), self._memory)
         except TimeoutError:
-            problem = f"to decode the image took more than {TIME_LIMIT:g} seconds."
+            problem = f"decoding the image took more than {TIME_LIMIT:g} seconds."
             if left < TIME_LIMIT:
-                problem = f"to decode the request's images took more than {MOST_SECONDS:g} seconds."
+                problem = f"decoding the request's images took more than {MOST_SECONDS:g} seconds."
         except WorkerLostError:
-            problem = f"to decode the image took more than {self._memory >> 20} MiB. Make it smaller."
+            problem = f"decoding the image took more than {self._memory >> 20} MiB. Make it smaller."
         else:
             if read.problem is None:
                 return pixels_of(read.data, read.shape)

@@ -26,7 +26,7 @@ def store_of(service: Service, name: str) -> ResponseStore:
         ApiError: there is no store.
     """
     if service.response_store is None:
-        message = f"{name} needs a store, and this server has none: start it with --response-store FILE"
+        message = f"{name} needs a response store, but this server has none: start it with --response-store FILE"
         raise ApiError(400, f"{message}, or send the whole conversation.", param=name, code="unsupported_parameter")
     return service.response_store
 

@@ -48,7 +48,7 @@ class LongTexts:
             except WorkerLostError:
                 reason = "took too much memory"
         logger.warning("A tokenizer was stopped: %d characters %s.", len(text), reason)
-        message = f"To tokenise the text of {len(text)} characters {reason}. Shorten it, or send token ids."
+        message = f"Tokenising the text of {len(text)} characters {reason}. Shorten it, or send token ids."
         raise InvalidRequestError(message, param="prompt", code="text_too_costly")
 
     def _file(self) -> str:

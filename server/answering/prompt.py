@@ -85,7 +85,7 @@ class Room:
 
     def refusal_of_characters(self, count: int) -> ApiError:
         """The error for a text with so many characters that it is not tokenised."""
-        length = f"its {count} characters are more than the {most_characters(self.tokens)} that can make"
+        length = f"{count} characters, more than the {most_characters(self.tokens)} that can make {self.tokens}"
         return self.refusal(length, count // CHARACTERS_PER_TOKEN)
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
@@ -136,8 +136,8 @@ class Truncation:
         room = Room.of_prompt(info)
         if asked == 0 or asked > room.tokens:
             message = (
-                f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} (max_model_len), "
-                "or -1 to keep as much as leaves room for the answer."
+                f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} "
+                "(max_model_len), or -1 to keep as many tokens as leave room for the answer."
             )
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         if room.encoder:

@@ -89,7 +89,7 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
         for index, document in enumerate(body.documents):
             if not isinstance(document, dict):
                 where = f"documents[{index}]"
-                _fail(where, f"{where} must be an object, such as with title and text, got {shown(document)}.")
+                _fail(where, f"{where} must be an object, for example with title and text, got {shown(document)}.")
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other. Send only one of them."
         _fail("continue_final_message", message)
@@ -115,8 +115,11 @@ def check_variables(given: Mapping[str, Any]) -> int:
     characters = check_value(given, "chat_template_kwargs")
     for name in given:
         if not name.isidentifier() or name in _RESERVED:
-            message = f"chat_template_kwargs must not hold {shown(name)}: it is no name that a template may be given"
-            _fail("chat_template_kwargs", f"{message} there. Fields of the body have fields of their own.")
+            message = f"chat_template_kwargs must not contain {shown(name)}: it is not a name"
+            _fail(
+                "chat_template_kwargs",
+                f"{message} of a variable that can be set there. Some variables have separate fields in the body.",
+            )
     return characters
 
 

@@ -73,7 +73,7 @@ def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) ->
 
 def _cut_off(blocks: Blocks) -> str:
     if blocks.stop_reason == "deadline":
-        return "The request's time was over before its answer was complete."
+        return "The request's time limit passed before its answer was complete."
     return "The server failed to complete this answer. See its log for the reason."
 
 

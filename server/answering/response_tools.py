@@ -88,7 +88,7 @@ class ResponseTools:
         called = Called(read_text(tool, "name", where, most=MAX_FUNCTION_NAME), namespace, kind == "custom")
         name = function_name(called.name, namespace)
         if name in self._called and not again:
-            fail("tools", f"tools holds two functions of the name {shown(name)}; a call could not tell them apart.")
+            fail("tools", f"tools holds two functions named {shown(name)}; a call could not tell them apart.")
         fields = _custom(tool, where) if called.custom else tool
         function = {field: fields[field] for field in _FUNCTION_FIELDS if fields.get(field) is not None}
         self.enforced.pop(name, None)

@@ -79,7 +79,7 @@ def read_chat(
     ignored.update(_ignored_fields(body))
     fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
     if len(items) > MAX_MESSAGES:
-        fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
+        fail("input", f"The conversation has {len(items)} items, but at most {MAX_MESSAGES} are allowed.")
     fields["messages"] = to_messages(items, body.instructions)
     fields["stream"] = bool(body.stream or body.background)
     if body.max_output_tokens is not None:
@@ -148,7 +148,7 @@ def _chat_choice(choice: Any, ignored: Ignored) -> Any:
                 ignored.add(f"tools.{tool['type']}")
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if isinstance(kind, str):
-        message = f"tool_choice.type is {shown(kind)}, and no tool runs at this server; function, custom and"
+        message = f"tool_choice.type is {shown(kind)}, but no tools run on this server; function, custom and"
         fail("tool_choice.type", f"{message} allowed_tools are supported.", code="unsupported_parameter")
     wanted = 'none, auto, required or {"type": "function", "name": ...}'
     fail("tool_choice", f"tool_choice must be {wanted}, got {shown(choice)}.")
@@ -420,8 +420,8 @@ class ResponseRun(ConversationRun[ChatPiece]):
         if self.parsing is not None and self.shape.logprobs is not None:
             # A token may belong to text, to a call and to the mark between them.
             message = (
-                f"{_LOGPROBS} is not supported where reasoning and calls are told apart from the text: leave it or the "
-                "tools out, or ask /v1/chat/completions."
+                f"{_LOGPROBS} is not supported if reasoning or calls are separated from the text: leave it or the "
+                "tools out, or use /v1/chat/completions."
             )
             fail("include", message, code="unsupported_parameter")
         return prompts

@@ -77,7 +77,7 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
     given = {name: fields[name] for name in _ELSEWHERE if fields.get(name) is not None}
     if info.max_encoder_len is None:
         for name in given:
-            message = f"{name} is for encoder-decoder models, and {service.model_id} is a decoder-only model:"
+            message = f"{name} is for encoder-decoder models, but {service.model_id} is a decoder-only model:"
             _fail(name, f"{message} {_ELSEWHERE[name]}.", "unsupported_parameter")
         return None
     prompt, source = given.get("decoder_prompt"), given.get("src_lang")
@@ -104,7 +104,7 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
         first = languages.id(given["tgt_lang"], "tgt_lang")
         if languages.starts or info.decoder_start_token_id in languages.ids.values():
             if start is not None:
-                _fail("tgt_lang", "decoder_start_token_id and tgt_lang both say what the decoder begins with.")
+                _fail("tgt_lang", "decoder_start_token_id and tgt_lang both set the decoder's first token.")
             first, start = None, first
     elif "forced_bos_token" in given:
         first = _token(given["forced_bos_token"], service)
@@ -119,24 +119,26 @@ def _check_marked(
     """Refuse a language whose token cannot mark the encoder's input."""
     _tokenizer(service, name).languages.id(language, name)
     if not all(isinstance(prompt, str) for prompt in prompts):
-        message = f"{name} says how a text is tokenised, but the prompt is token ids."
-        _fail(name, f"{message} Put its language's token among them, and leave it out.")
+        message = f"{name} affects how text is tokenised, but the prompt consists of token ids."
+        _fail(name, f"{message} Put the language's token among them, and leave {name} out.")
     if fields.get("add_special_tokens") is False:
-        _fail(name, f"{name} is one of the special tokens; it cannot go with add_special_tokens false.")
+        _fail(name, f"{name} sets a special token; it cannot be used with add_special_tokens false.")
 
 
 def _check_begins(prompt: Sequence[int], first: int, name: str, start: int | None) -> None:
     rest = prompt[1:] if prompt[0] == start else prompt
     if rest and rest[0] != first:
-        message = f"decoder_prompt is token ids, which are taken as they are, and does not begin with {name}'s {first}."
-        _fail(name, f"{message} Put it in front of them, or leave {name} out.")
+        message = (
+            f"decoder_prompt consists of token ids, which are used unchanged, and does not begin with {name}'s {first}."
+        )
+        _fail(name, f"{message} Put it before them, or leave {name} out.")
 
 
 def _token(given: int | str, service: Service) -> int:
     name, vocab_size = "forced_bos_token", service.client.info.vocab_size
     found = _tokenizer(service, name).token_id(given) if isinstance(given, str) else given
     if found is None:
-        _fail(name, f"{name}: the vocabulary has no token that is written {shown(given)}. Send one, or its id.")
+        _fail(name, f"{name}: the vocabulary has no token {shown(given)}. Send one that it has, or its id.")
     check_token_ids([found], vocab_size, name)
     return found
 
@@ -154,12 +156,14 @@ def refuse_chat(service: Service, param: str) -> None:
         ApiError: gives the reason.
     """
     if service.client.info.encoder_only:
-        message = f"{service.model_id} is an encoder-only model, and knows no conversations. Send a text as prompt."
+        message = (
+            f"{service.model_id} is an encoder-only model and does not support conversations. Send a text as prompt."
+        )
         _fail(param, message, "no_chat")
     if service.client.info.max_encoder_len is not None:
         message = (
-            f"{service.model_id} is an encoder-decoder model: it turns one input into one output, and knows no "
-            "conversations. Send the input as prompt to /v1/completions."
+            f"{service.model_id} is an encoder-decoder model: it turns one input into one output and does not "
+            "support conversations. Send the input as prompt to /v1/completions."
         )
         _fail(param, message, "no_chat")
 
@@ -172,8 +176,8 @@ def refuse_echo(service: Service) -> None:
     """
     if service.client.info.max_encoder_len is not None:
         message = (
-            f"echo: {service.model_id} is an encoder-decoder model, whose answer does not go on from the prompt. For "
-            "the log-probabilities of a given answer send it as decoder_prompt, with prompt_logprobs."
+            f"echo: {service.model_id} is an encoder-decoder model, whose answer does not continue the prompt. For "
+            "the log-probabilities of a given answer, send it as decoder_prompt, with prompt_logprobs."
         )
         _fail("echo", message, "unsupported_parameter")
 

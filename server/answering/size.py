@@ -52,8 +52,9 @@ class AnswerSize:
             name = "logprobs" if params.logprobs is not None else "max_tokens"
             name = "prompt_logprobs" if params.prompt_logprobs is not None else name
             message = (
-                f"The answer might take {size} bytes of memory (prompts x n x max_tokens x log-probabilities), and the "
-                f"limit is {_limit(settings)} (max_answer_size). Ask for less at once, or raise --max-answer-size."
+                f"The answer might take {size} bytes of memory (prompts x n x max_tokens x log-probabilities), but "
+                f"the limit is {_limit(settings)} (max_answer_size). Ask for less at once, or raise "
+                "--max-answer-size."
             )
             raise ApiError(400, message, param=name, code="answer_too_large")
         return size

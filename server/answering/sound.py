@@ -63,7 +63,7 @@ async def windows(
         if len(samples) < count:
             break
     if not start:
-        raise _refusal("it holds no sound")
+        raise _refusal("it contains no sound")
     for window in cutter.end():
         yield window
 
@@ -87,8 +87,8 @@ async def _decoded(pool: WorkerPool, part: SoundPart, seconds: float) -> Decoded
 def too_long(seconds: float, most: float) -> ApiError:
     """The error for a sound that is too long."""
     message = (
-        f"file: the sound has {seconds:.0f} seconds or more, and the limit is {most:g} (max_audio_seconds). Send it in "
-        "parts, or raise --max-audio-seconds."
+        f"file: the sound has {seconds:.0f} seconds or more, but the limit is {most:g} (max_audio_seconds). Send it "
+        "in parts, or raise --max-audio-seconds."
     )
     return ApiError(413, message, param="file", code="audio_too_long")
 

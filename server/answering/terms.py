@@ -25,8 +25,8 @@ class DeadlineError(ApiError):
 
     def __init__(self) -> None:
         message = (
-            f"The request's time ({TIMEOUT_HEADER}, request_timeout) was over before its answer began. Allow more, or "
-            "send it when the service is less busy."
+            f"The request's time limit ({TIMEOUT_HEADER}, request_timeout) passed before its answer began. Allow "
+            "more, or send it when the service is less busy."
         )
         super().__init__(504, message, code="deadline_exceeded")
 

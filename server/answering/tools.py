@@ -98,7 +98,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
     """
     if not given:
         if choice not in (None, "none"):
-            _fail("tool_choice", f"tool_choice is {shown(choice)}, but there are no tools. Send them as tools.")
+            _fail("tool_choice", f"tool_choice is {shown(choice)}, but there are no tools. Send some as tools.")
         return None
     characters = check_value(list(given), "tools")
     functions, shown_ = [], []
@@ -111,7 +111,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool |
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
-        _fail("tools", f"tools holds two functions of the name {shown(twice)}; a call could not tell them apart.")
+        _fail("tools", f"tools holds two functions named {shown(twice)}; a call could not tell them apart.")
     allowed = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, allowed = _read_allowed(choice.get("allowed_tools"), names)

@@ -79,7 +79,9 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     )
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
     top_k: int | None = Field(
-        None, ge=1, description="For models that classify texts: return only this many most probable classes (all)."
+        None,
+        ge=1,
+        description="For models that classify texts: return only this many classes, the most probable ones (all).",
     )
     aggregation: Aggregation | None = Field(
         None,

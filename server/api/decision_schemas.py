@@ -176,7 +176,7 @@ class DecisionRequest(ServedBody):
     questions: Annotated[list[DecisionQuestion], Field(min_length=1), at_most(MAX_QUESTIONS, "questions")] = Field(
         description="Predicates, choices and scores."
     )
-    joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false.")
+    joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false is allowed.")
 
     def ignored_fields(self) -> list[str]:
         """Names of unknown fields, including those of questions, choices and levels."""
@@ -279,13 +279,13 @@ class SystemOneRequest(ServedBody):
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     state: Any = Field(description="The subject of the questions: text or JSON.")
-    questions: dict[str, QuestionSpec] = Field(description="Questions by their ids.")
+    questions: dict[str, QuestionSpec] = Field(description="The questions by id.")
     instructions: str | None = Field(None, description="A system message before the state.")
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template.")
     images: list[str] | None = Field(None, max_length=0, description="Not supported.")
     audio: list[str] | None = Field(None, max_length=0, description="Not supported.")
     videos: list[str] | None = Field(None, max_length=0, description="Not supported.")
-    joint: Literal[False] | None = Field(None, description="For diffusion models; only false.")
+    joint: Literal[False] | None = Field(None, description="For diffusion models; only false is allowed.")
 
 
 class QuestionDiagnostics(BaseModel):

@@ -121,9 +121,10 @@ _PART_OF: dict[str, tuple[str, ...]] = {
 }
 # The supported alternative.
 _INSTEAD = {
-    "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts prompt and answer whole.",
-    "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
-    "or documents in front of the text.",
+    "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts the whole prompt and "
+    "answer.",
+    "input_type": "input_type is not supported; send prompt_name, or put the model's prompt for queries or "
+    "documents before the text.",
 }
 _SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _NAMES_SHOWN = 32
@@ -200,7 +201,7 @@ def _few_ids(value: Any) -> Any:
     if isinstance(value, list):
         total = sum(len(item) if isinstance(item, list) else 1 for item in value)
         if total > MAX_LISTED_IDS:
-            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in all, got {total}")
+            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in total, got {total}")
     return value
 
 

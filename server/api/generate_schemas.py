@@ -25,11 +25,11 @@ _NO_EFFECT = (
 class RenderedBudget(Body):
     """A limit on the answer's reasoning, as /v1/chat/completions/render writes it."""
 
-    tokens: int = Field(ge=0, le=2**31 - 1, description="Most tokens of reasoning.")
+    tokens: int = Field(ge=0, le=2**31 - 1, description="Maximum tokens of reasoning.")
     open: _Ids = Field(min_length=1, description="The tokens of the mark before the reasoning.")
     close: int = Field(ge=0, description="The token of the mark after the reasoning.")
-    last_words: _Ids | None = Field(None, description="Tokens that come before the closing mark at the limit.")
-    begun: bool | None = Field(None, description="The prompt opens the reasoning (false).")
+    last_words: _Ids | None = Field(None, description="Tokens that are inserted before the closing mark at the limit.")
+    begun: bool | None = Field(None, description="Whether the prompt opens the reasoning (false).")
 
     def made(self) -> ReasoningBudget:
         """The limit in the engine's form.

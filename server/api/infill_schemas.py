@@ -30,8 +30,8 @@ class InfillRequest(GenerationBody):
     input_extra: Annotated[list[InfillFile], at_most(MAX_FILES, "files")] | None = Field(
         None, description="Other files that the model should know."
     )
-    prompt: str | None = Field(None, description="Goes on from the prefix: the beginning of what is filled in.")
-    n_predict: int | None = Field(None, ge=-1, description="max_tokens by llama.cpp's name; -1: as many as fit.")
+    prompt: str | None = Field(None, description="Continues the prefix: the beginning of the filled-in text.")
+    n_predict: int | None = Field(None, ge=-1, description="llama.cpp's name of max_tokens; -1: as many as fit.")
 
 
 class InfillResponse(BaseModel):

@@ -71,7 +71,7 @@ _TOOL = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "input_schema": {"type": "object", "description": "A JSON schema of the input."},
-        "strict": {"type": ["boolean", "null"], "description": "The input must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the input must match the schema."},
     },
     "required": ["name", "input_schema"],
 }
@@ -128,7 +128,7 @@ class MessageRequest(_Conversation, _AnswerBody):
 
     max_tokens: int = Field(
         ge=1,
-        description="Most tokens of the answer, including thinking. Lowered to the room that is left in the context.",
+        description="Maximum tokens of the answer, including thinking; lowered to the space left in the context.",
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS, "strings")] | None = Field(
         None, description="Strings that end the answer."

@@ -33,16 +33,17 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
     components.setdefault("securitySchemes", {})[SCHEME] = {
         "type": "http",
         "scheme": "bearer",
-        "description": "Needed where the server was started with API keys (--api-key, --api-key-file).",
+        "description": "Needed if the server was started with API keys (--api-key, --api-key-file).",
     }
     components["securitySchemes"][KEY_SCHEME] = {
         "type": "apiKey",
         "in": "header",
         "name": "X-Api-Key",
-        "description": "The same key, as Anthropic's clients send it; read where there is no bearer token.",
+        "description": "The same key, as Anthropic's clients send it; read if there is no bearer token.",
     }
     components.setdefault("headers", {})["X-Request-ID"] = {
-        "description": "The request's own id if that has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a new one.",
+        "description": "The id that the request sent, if it has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a "
+        "new one.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
     }
     closed = bool(settings.api_key or settings.api_key_file)

@@ -40,7 +40,10 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
         fields["num_beams"] = max(asked.num_beams or 0, best_of)
     elif best_of > asked.n:
         if body.stream:
-            message = f"best_of ({best_of}) above n ({asked.n}) cannot be streamed: the best are known at the end."
+            message = (
+                f"best_of ({best_of}) above n ({asked.n}) cannot be streamed: the best answers are known only "
+                "at the end."
+            )
             _fail("best_of", message)
         fields["n"] = best_of
         fields["logprobs"] = asked.logprobs or 0  # needed to choose among them

@@ -53,8 +53,8 @@ def _check_boxes(value: Any) -> list[list[list[int]] | None]:
     boxes = [value] if _are_boxes(value) else value
     if not isinstance(boxes, list) or not boxes or not all(item is None or _are_boxes(item) for item in boxes):
         message = (
-            "must be a list of boxes, [left, upper, right, lower], one for each token, or for several inputs a list of "
-            "such lists, in which null stands for an input without boxes"
+            "must be a list with one box [left, upper, right, lower] per token; for several inputs, a list of such "
+            "lists, with null for an input without boxes"
         )
         raise PydanticCustomError("boxes", message)
     return boxes

@@ -89,7 +89,7 @@ _FUNCTION = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
-        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must match the schema."},
     },
     "required": ["type", "name"],
 }
@@ -172,7 +172,7 @@ class ResponseRequest(OneAnswerBody):
     instructions: str | None = Field(None, description="A system message before all others.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, including reasoning.")
+    max_output_tokens: int | None = Field(None, ge=1, description="Maximum tokens of the answer, including reasoning.")
     previous_response_id: Name | None = Field(
         None, description="Continue a stored response: its input and output come before this input."
     )
@@ -413,22 +413,22 @@ class ConversationFields(Body):
     """Body of POST /v1/conversations."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] | None = Field(
-        None, description="The first items: messages, calls of functions and their results, reasoning."
+        None, description="The first items: messages, function calls and their results, reasoning."
     )
-    metadata: Metadata = Field(None, description="Pairs that are kept with the conversation.")
+    metadata: Metadata = Field(None, description="Key-value pairs that are stored with the conversation.")
 
 
 class ConversationUpdate(Body):
     """Body of POST /v1/conversations/{conversation_id}."""
 
-    metadata: Metadata = Field(description="Pairs that replace the ones that were kept.")
+    metadata: Metadata = Field(description="Key-value pairs that replace the stored ones.")
 
 
 class NewItems(Body):
     """Body of POST /v1/conversations/{conversation_id}/items."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] = Field(
-        description="Items that come at the end."
+        description="Items to append."
     )
 
 

@@ -43,7 +43,9 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
         all(isinstance(item, str) for item in prompts) or all(is_ids(item) for item in prompts)
     )
     if not texts_or_ids or not prompts:
-        message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+        message = (
+            "must be a string, a list of strings, a list of token ids or a list of such lists, and none may be empty"
+        )
         raise PydanticCustomError("prompt", message)
     if len(prompts) > MAX_PROMPTS:
         raise PydanticCustomError("limit", f"may have at most {MAX_PROMPTS} prompts, got {len(prompts)}")
@@ -65,7 +67,7 @@ Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_S
 def _check_decoder_prompt(value: Any) -> Any:
     if isinstance(value, str) or is_ids(value):
         return value
-    raise PydanticCustomError("decoder_prompt", "must be a string or a list of token ids that is not empty")
+    raise PydanticCustomError("decoder_prompt", "must be a string or a non-empty list of token ids")
 
 
 DecoderPrompt = Annotated[
@@ -129,8 +131,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
         description="Write tokens in log-probabilities as ids (token_id:42), because different tokens may have the "
         "same text.",
     )
-    timings: bool | None = Field(None, description="llama.cpp's times with the end of the answer.")
-    timings_per_token: bool | None = Field(None, description="The same with every event of a stream.")
+    timings: bool | None = Field(None, description="Add llama.cpp's times at the end of the answer.")
+    timings_per_token: bool | None = Field(None, description="Add them to every event of a stream.")
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -364,10 +366,10 @@ class ModelCard(BaseModel):
     object: str = "model"
     created: int
     owned_by: str = "octavo"
-    root: str = Field(description="The model's id; of an adapter its path.")
+    root: str = Field(description="The model's id; for an adapter, its path.")
     parent: str | None = Field(None, description="The base model, for an adapter.")
     max_model_len: int
-    max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
+    max_encoder_len: int | None = Field(None, description="Maximum tokens of a prompt, for an encoder-decoder model.")
     tasks: list[str] = Field(description="What the model can do.")
     endpoints: list[str] = Field(description="Endpoints that the model supports. Other endpoints return 400.")
     inputs: list[str] = Field(description="Kinds of input: text, image, audio.")

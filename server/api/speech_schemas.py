@@ -44,17 +44,17 @@ class SpeechForm(ServedBody):
         None,
         ge=1,
         le=MAX_SPEECH_BEAMS,
-        description="Beam search at temperature 0; left out, as the model's own files say.",
+        description="Number of beams at temperature 0 (default: the model's own files).",
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="Seed for sampling: the same seed gives the same text.")
     compression_ratio_threshold: float = Field(
-        2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."
+        2.4, gt=0, description="An answer whose text can be compressed by more than this factor counts as repetitive."
     )
     logprob_threshold: float = Field(
-        -1.0, le=0, description="An answer whose tokens have a lower mean log-probability is a guess."
+        -1.0, le=0, description="An answer whose tokens have a lower mean log-probability counts as a guess."
     )
     no_speech_threshold: float = Field(
-        0.6, ge=0, le=1, description="Where nothing is said with a higher probability, a guess is silence."
+        0.6, ge=0, le=1, description="If the probability of silence is higher than this, a guess counts as silence."
     )
     stream: bool | None = Field(None, description="Stream finished parts as server-sent events (json and text only).")
 
@@ -89,7 +89,7 @@ class TranscriptionForm(SpeechForm):
         None, description="Spoken language: a code such as en, or a name such as english. Default: detected."
     )
     timestamp_granularities: list[Granularity] | None = Field(
-        None, max_length=2, description="Times in verbose_json: of each segment (as where it is left out), each word."
+        None, max_length=2, description="Times in verbose_json: per segment (default), per word."
     )
 
     def refuse(self) -> None:
@@ -98,8 +98,8 @@ class TranscriptionForm(SpeechForm):
             return
         if self.response_format != "verbose_json":
             message = (
-                f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: no other "
-                "answer has a place for times but srt and vtt, which have them anyway."
+                f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: srt and "
+                "vtt always contain times, and the other formats have no place for them."
             )
             raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
 

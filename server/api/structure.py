@@ -108,7 +108,7 @@ def check_structure(content: bytes, max_body_size: int) -> None:
         ("elements", found.commas + 1, elements),
     ):
         if count > limit:
-            message = f"The body holds {count} {name}, and at most {limit} may be in one. Send less in one request."
+            message = f"The body has {count} {name}, but at most {limit} are allowed. Send less in one request."
             raise ApiError(400, message, code="body_too_complex")
 
 
@@ -137,10 +137,10 @@ def check_value(value: Any, param: str) -> int:
             elif isinstance(item, list):
                 below += item
             elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise _refused(param, f"holds an integer of {item.bit_length()} bits; at most 64 are allowed")
+                raise _refused(param, f"contains an integer of {item.bit_length()} bits; at most 64 are allowed")
         count += len(below)
         if count > MAX_VALUES:
-            raise _refused(param, f"holds more than {MAX_VALUES} values, which is the limit")
+            raise _refused(param, f"contains more than {MAX_VALUES} values, which is the limit")
         if not below:
             return characters
         level = below

@@ -150,7 +150,9 @@ class StructuredBody(Body):
 
 def _read_format(given: ResponseFormat) -> dict[str, Any]:
     if given.schema_ is not None and given.type != "json_object":
-        message = f"response_format.schema goes with type json_object, and this is {given.type}; send json_schema."
+        message = (
+            f"response_format.schema is only allowed with type json_object, and this is {given.type}; send json_schema."
+        )
         raise ApiError(400, message, param="response_format.schema", code="invalid_value")
     if given.type == "json_object":
         return {"json_object": True} if given.schema_ is None else {"json": given.schema_}

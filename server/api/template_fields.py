@@ -20,7 +20,7 @@ _FUNCTION = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
-        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must match the schema."},
     },
     "required": ["name"],
 }
@@ -62,7 +62,7 @@ ReasoningBudget = Annotated[
         validation_alias=AliasChoices(
             "reasoning_budget", "thinking_token_budget", "thinking_budget", "thinking_budget_tokens"
         ),
-        description="Most tokens of reasoning; then the model must answer. 0: none; -1: no limit.",
+        description="Maximum tokens of reasoning; then the model must answer. 0: none; -1: no limit.",
     ),
 ]
 

@@ -50,7 +50,7 @@ class _FormRequest(StrictJsonRequest):
             return read_urlencoded(content, model)
         form = read_form(content, self._kind)
         for name in form.files:
-            message = f"{shown(name)[1:-1]} is a file, and only texts are read; send its text."
+            message = f"{shown(name)[1:-1]} is a file, but only text is accepted; send its text."
             raise ApiError(400, message, param=name, code="invalid_body")
         return _validated(form.texts, model)
 

@@ -316,7 +316,7 @@ class ServerSettings(BaseModel):
                 "api_key_file."
             )
         if not Path(self.enable_lora_loading).expanduser().is_dir():
-            raise ConfigError(f"enable_lora_loading must be a folder, but {self.enable_lora_loading!r} is none.")
+            raise ConfigError(f"enable_lora_loading must be a folder, but {self.enable_lora_loading!r} is not one.")
         return self
 
     @check_field("max_api_memory")

@@ -126,7 +126,7 @@ def _refusal(scope: Scope, key: ApiKey | None) -> ApiError | None:
         if key.roles & needed:
             return None
         message = (
-            f"This API key may not do that: it needs the role {' or '.join(sorted(needed))}, and has "
+            f"This API key may not do that: it needs the role {' or '.join(sorted(needed))}, but has "
             f"{' and '.join(sorted(key.roles))}."
         )
         return ApiError(403, message, code="insufficient_permissions")

@@ -85,7 +85,8 @@ class HostGate:
             return None
         message = (
             f"This server does not answer to the host {shown(', '.join(hosts))}. If that is its name, start it with "
-            "--allowed-hosts (OCTAVO_ALLOWED_HOSTS); others are refused, since any web page could use it under them."
+            "--allowed-hosts (OCTAVO_ALLOWED_HOSTS); other names are refused, since any web page could use the "
+            "server under them."
         )
         return ApiError(403, message, code="host_not_allowed")
 
@@ -114,7 +115,7 @@ def _foreign_origin(scope: Scope, origins: list[str], hosts: list[str]) -> ApiEr
     ):
         return None
     message = (
-        f"Web pages of {shown(', '.join(origins))} may not use this server. To let them, start it with "
+        f"Web pages of {shown(', '.join(origins))} may not use this server. To allow them, start it with "
         "--allowed-origins (OCTAVO_ALLOWED_ORIGINS)."
     )
     return ApiError(403, message, code="origin_not_allowed")

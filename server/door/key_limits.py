@@ -57,7 +57,7 @@ class KeyLimitsMiddleware:
     def _too_many(self, key: ApiKey, running: int) -> ApiError:
         self._rejected("key_concurrency")
         message = (
-            f"This API key has {running} requests running, and may have {key.max_concurrency} at the same time. "
+            f"This API key has {running} requests running, but may have only {key.max_concurrency} at the same time. "
             "Wait until one has ended; the server's settings are --key-max-concurrency and concurrency= in the key "
             "file."
         )
@@ -66,8 +66,8 @@ class KeyLimitsMiddleware:
     def _too_often(self, window: Window) -> ApiError:
         self._rejected("key_rate")
         message = (
-            f"This API key may make {window.limit} requests a minute, and has made them. Try again in {window.reset} "
-            "seconds; the server's settings are --key-requests-per-minute and rpm= in the key file."
+            f"This API key has made all {window.limit} requests that it may make per minute. Try again in "
+            f"{window.reset} seconds; the server's settings are --key-requests-per-minute and rpm= in the key file."
         )
         headers = {"Retry-After": str(window.reset), **_headers(window)}
         return ApiError(429, message, code="rate_limit_exceeded", headers=headers)

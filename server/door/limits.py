@@ -76,7 +76,7 @@ class _Limit:
         """The error for a longer body."""
         rule, advice = "max_body_size", "Send less, or start the server with --max-body-size."
         if self.path is not None:
-            rule, advice = f"of {self.path}, by what the model can read", "Send less in one request."
+            rule, advice = f"for {self.path}, from the model's limits", "Send less in one request."
         message = f"{what}; the limit is {self.size} ({rule}). {advice}"
         return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
@@ -126,8 +126,8 @@ class _Body:
 
     def _too_slow(self) -> ApiError:
         message = (
-            f"The body did not arrive in time: {self._received} bytes came in {self._grace:g} seconds and one more "
-            f"for each {BODY_RATE} bytes."
+            f"The body did not arrive in time: {self._received} bytes came in {self._grace:g} seconds plus one "
+            f"second per {BODY_RATE} bytes."
         )
         return ApiError(408, message, code="request_timeout", headers=_CLOSE)
 

@@ -15,7 +15,7 @@ from server.metrics.buckets import ITERATION_TOKENS, STEP
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that were admitted to a step.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Those of them that the prefix cache held.", "prompt_tokens_cached"),
+    ("prompt_tokens_cached", "Prompt tokens of admitted requests that the prefix cache held.", "prompt_tokens_cached"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("computed_tokens", "Tokens that went through the model.", "computed_tokens"),
     ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
@@ -31,9 +31,9 @@ _COUNTERS = (
     ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
     ("steps", "Engine steps.", "num_steps"),
     ("draft_tokens", "Tokens that were drafted, those that a grammar forces included.", "num_draft_tokens"),
-    ("accepted_draft_tokens", "Drafted tokens that turned out right.", "num_accepted_draft_tokens"),
+    ("accepted_draft_tokens", "Drafted tokens that were accepted.", "num_accepted_draft_tokens"),
     ("kv_event_messages", "Messages about pages that are kept or dropped.", "num_kv_event_messages"),
-    ("kv_event_drops", "Those of them that subscribers can have by replay alone.", "num_kv_event_drops"),
+    ("kv_event_drops", "Messages about pages that subscribers can get only by replay.", "num_kv_event_drops"),
 )
 
 
@@ -104,15 +104,17 @@ class EngineMetrics(Collector):
             yield from self._gauges(self._latest)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        text = "Requests that a step has begun and that are not complete."
+        text = "Requests that have been in a step and are not complete."
         yield GaugeMetricFamily("octavo_num_requests_running", text, value=stats.num_running)
-        text = "Requests that no step has begun, in the engine or on their way to it, and those that were preempted."
+        text = "Requests that have not been in a step, in the engine or on their way to it, and preempted ones."
         yield GaugeMetricFamily("octavo_num_requests_waiting", text, value=stats.num_waiting + self.also_waiting())
         pages = GaugeMetricFamily("octavo_kv_pages", "Pages of the KV cache by state.", labels=["state"])
         pages.add_metric(["held"], stats.pages_held)
         pages.add_metric(["cached"], stats.pages_cached)
         pages.add_metric(["free"], stats.pages_free)
         yield pages
-        usage = "Part of the KV cache's pages that requests hold, from 0 to 1; pages only cached count as free."
+        usage = (
+            "Share of the KV cache's pages that requests hold, from 0 to 1; pages that are only cached count as free."
+        )
         share = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         yield GaugeMetricFamily("octavo_kv_cache_usage_perc", usage, value=share)

@@ -50,7 +50,7 @@ class Exposition:
 
     def show_connections(self, count: Callable[[], int]) -> None:
         """Add metrics about connections."""
-        gauge = Gauge("octavo_connections", "Connections of clients, the reserve included.", registry=self.registry)
+        gauge = Gauge("octavo_connections", "Client connections, including the reserve.", registry=self.registry)
         gauge.set_function(count)
 
     def show_admission(self, *admissions: Admission) -> None:
@@ -58,8 +58,8 @@ class Exposition:
         for name, text, read in (
             (
                 "octavo_num_requests_in_service",
-                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs prompts at most, and "
-                "as many requests for vectors, classes or masked tokens, which count as one each.",
+                "Requests from their reservation to their end: at most max_num_seqs + max_num_queued_reqs prompts, "
+                "and as many requests for vectors, classes or masked tokens, each of which counts as one.",
                 lambda: sum(admission.num_prompts for admission in admissions),
             ),
             (

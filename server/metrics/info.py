@@ -42,7 +42,9 @@ class InfoMetrics(Collector):
             "cache_dtype": info.kv_cache_dtype,
             "num_gpu_blocks": str(info.num_blocks),
         }
-        yield _told("cache_config_info", "Tokens in a page, their format, and how many pages the KV cache has.", size)
+        yield _told(
+            "cache_config_info", "Tokens per page, their format, and the number of pages in the KV cache.", size
+        )
         if info.catalogues:
             text = "Titles that answers can be limited to."
             titles = GaugeMetricFamily("octavo_catalogue_titles", text, labels=["catalogue"])

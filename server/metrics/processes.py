@@ -27,7 +27,7 @@ class ProcessUse(Collector):
     def collect(self) -> Iterator[Metric]:
         """The current values."""
         seconds = CounterMetricFamily(
-            "octavo_process_cpu_seconds", "Processor time, of all threads of a process.", labels=["process"]
+            "octavo_process_cpu_seconds", "Processor time of all threads of a process.", labels=["process"]
         )
         memory = GaugeMetricFamily(
             "octavo_process_resident_memory_bytes", "Memory of a process, shared pages included.", labels=["process"]

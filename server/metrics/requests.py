@@ -58,7 +58,7 @@ class RequestMetrics:
         )
         self._queue = histogram(
             "octavo_request_queue_time_seconds",
-            "Seconds from a prompt's arrival to its first step, tokenising included.",
+            "Seconds from a prompt's arrival to its first step, including tokenising.",
             buckets=DURATION,
         )
         self._prefill = histogram(
@@ -77,7 +77,7 @@ class RequestMetrics:
         )
         self.event_loop_lag = histogram(
             "octavo_event_loop_lag_seconds",
-            "Seconds by which the server's event loop was late, looked at four times a second.",
+            "Seconds by which the server's event loop was late, measured four times a second.",
             buckets=EVENT_LOOP_LAG,
         )
         self._finished = Counter(
@@ -111,8 +111,8 @@ class RequestMetrics:
         )
         self._dropped = Counter(
             "octavo_connections_dropped",
-            "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
-            "for nothing.",
+            "Connections closed to make room for others: idle ones between requests, and those beyond "
+            "max_connections that sent no request.",
             labelnames=["kind"],
             registry=registry,
         )
@@ -120,7 +120,7 @@ class RequestMetrics:
             self._dropped.labels(kind)
         self._store_failures = Counter(
             "octavo_response_store_failures",
-            "Times that the store of responses could not keep, find or delete an answer.",
+            "Times that the response store could not store, find or delete an answer.",
             registry=registry,
         )
 

@@ -189,7 +189,9 @@ class _Service:
             "octavo_http_process_failures", "Processes answering HTTP that ended and were replaced.", registry=registry
         )
         self._lost_prompts = Counter(
-            "octavo_prompts_lost", "Prompts whose answers were lost with such a process.", registry=registry
+            "octavo_prompts_lost",
+            "Prompts whose answers were lost with a process that answered HTTP.",
+            registry=registry,
         )
         registry.register(ProcessUse(self._processes))
 

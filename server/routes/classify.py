@@ -77,7 +77,7 @@ class _ClassifyRun(PoolingRun):
         if images:
             info = self.service.client.info
             if len(images) < len(self.body.input):
-                message = f"{self.service.model_id} classifies images alone; send no texts among them."
+                message = f"{self.service.model_id} only classifies images; send no texts among them."
                 raise ApiError(400, message, param="input", code="unsupported_input")
             return [image_input(image, params, info) for image in images.values()]
         if isinstance(self.body.input[0], list):

@@ -109,7 +109,9 @@ class CompletionRun(TextRun):
 
     async def _around(self, infilling: Infilling, prompt: str | list[int]) -> Prompt:
         if not isinstance(prompt, str):
-            raise ApiError(400, "suffix goes with prompts that are texts.", param="suffix", code="invalid_value")
+            raise ApiError(
+                400, "suffix is only allowed with prompts that are texts.", param="suffix", code="invalid_value"
+            )
         room = Room.of_prompt(self.service.client.info, "prompt")
         return await infilling.prompt_in_thread(prompt, self.body.suffix or "", room)
 

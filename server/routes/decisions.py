@@ -196,7 +196,7 @@ def _spec(where: str, spec: QuestionSpec) -> Question:
     criteria = spec.criteria
     if spec.type == "choice":
         if not isinstance(criteria, dict) or not criteria:
-            _fail(where, f"{where}: criteria must be an object from options to a description or null.")
+            _fail(where, f"{where}: criteria must be an object that maps each option to a description or null.")
         if len(criteria) > len(LETTERS):
             _fail(where, f"{where}: at most {len(LETTERS)} options are possible, got {len(criteria)}.")
         lines = tuple(described(name, text and str(text)) for name, text in criteria.items())

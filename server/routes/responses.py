@@ -124,7 +124,7 @@ async def get_response(
     service: ServiceDep,
     stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
     starting_after: Annotated[
-        int, Query(ge=-1, le=MAX_EVENT, description="With stream: begin behind the event of this number.")
+        int, Query(ge=-1, le=MAX_EVENT, description="With stream: start after the event with this number.")
     ] = -1,
 ) -> Response:
     """Return a stored response, or the stream of a background response from any event on."""
@@ -215,7 +215,7 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
     except HistoryError as problem:
         message = f"{name} {shown(id_)} cannot be continued: {problem}."
         if problem.missing is None:
-            message += " Send what is needed of it as input."
+            message += " Send the needed parts of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
         code = "response_not_completed" if problem.running else "previous_response_not_found"
         raise ApiError(400, message, param=name, code=code) from None
@@ -228,7 +228,7 @@ async def _conversation(service: Service, id_: str, tenant: str | None) -> list[
     try:
         items = await asked(service, conversations.history(id_, tenant, MAX_MESSAGES, most))
     except TooLargeError as problem:
-        message = f"conversation {shown(id_)} cannot be gone on with: {problem}. Delete items, or begin another."
+        message = f"conversation {shown(id_)} cannot be continued: {problem}. Delete items, or start another."
         fail("conversation", message, code="context_length_exceeded")
     if items is None:
         raise ApiError(404, f"There is no conversation {shown(id_)}.", param="conversation", code="not_found")

@@ -59,7 +59,7 @@ async def create_either_rerank(
     if body.texts is None:
         known = body.model_dump(exclude_unset=True)
         if body.documents is None:
-            message = "documents is required, or texts."
+            message = "documents or texts is required."
             raise ApiError(400, message, param="documents", code="missing_required_parameter")
         return await create_rerank(RerankRequest.model_validate(known), request, service)
     arrival = time.monotonic()

@@ -24,7 +24,7 @@ def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
 
 
 def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width].
+    """Compute function(a) * b, [T, width], where x + bias, [T, 2 * width], is [a | b].
 
     Raises:
         ValueError: a row has an odd width.

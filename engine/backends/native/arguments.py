@@ -66,7 +66,7 @@ def same_shape(y: Tensor, x: Tensor) -> Tensor:
         ValueError: its shape or format differs from x's.
     """
     if y.shape != x.shape or y.dtype != x.dtype or not y.is_cpu:
-        raise ValueError(f"{_said(y)} does not go with {_said(x)}")
+        raise ValueError(f"{_said(y)} does not match {_said(x)}")
     return y.contiguous()
 
 

@@ -96,11 +96,11 @@ class NativeAttention(AttentionBackend):
             return [f"{cls.name} attention runs on cpu; the device is {device.type}"]
         reasons = []
         if part.content_bias and part.heads != part.kv_heads:
-            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
+            reasons.append(f"{cls.name} attention does not support a content bias for heads that share keys")
         if part.content_bias and cache_dtype == torch.int8:
-            reasons.append(f"{cls.name} attention has no content bias over int8 pages")
+            reasons.append(f"{cls.name} attention does not support a content bias over int8 pages")
         if cache_dtype is not None and cache_dtype not in _FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         if not reasons and not native.available():
             reasons.append("there is no native library")
         return reasons
@@ -158,7 +158,7 @@ class NativeAttention(AttentionBackend):
         del added, sinks  # they had to live until now
         if call.outside:
             call.outside = 0
-            raise IndexError(f"a row's keys lie outside the {call.slots} that there are")
+            raise IndexError(f"a row's keys lie outside the {call.slots} slots")
         return out
 
     def describe(

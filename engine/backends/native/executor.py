@@ -86,7 +86,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         ):
             return None
         case Multiply():
-            return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
+            return None if _packed(operation) is not None else "a matrix is not laid out for our kernels"
         case PrepareHeads() | StoreEncoded():
             longest = operation.part.head_dim > LONGEST_HEAD
             return f"a head of {operation.part.head_dim} features has no kernel" if longest else None
@@ -101,7 +101,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return "experts with biases have no kernel"
         case MixExperts():
             known = all(packed is not None for packed in _experts(operation.module))
-            return None if known else "experts' matrices are not laid out for kernels of our own"
+            return None if known else "experts' matrices are not laid out for our kernels"
         case Activate():
             return None if operation.function in FUNCTIONS else f"{operation.function} has no kernel"
         case _:
@@ -185,7 +185,7 @@ class NativeExecutor:
             if len(self.native) > first:
                 self._stages.append((first, len(self.native)))
         if missing:
-            logger.info("Without kernels of their own, torch computes these parts: %s", ", ".join(missing))
+            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features].

@@ -3,8 +3,8 @@
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
 for each GROUP inputs, int8 with a scale for each output ("int8_fast"), or blocks of a GGUF file in their own format.
 Sums are float32. With quantised weights, activations are quantised too, with a scale for each group, and the products
-are summed as integers. If groups of int8 weights are `rotate`d, those of activations are too. A row of y is the same to
-the bit whatever other rows there are, and however many threads.
+are summed as integers. If groups of int8 weights are `rotate`d, those of activations are too. The bits of a row
+of y do not depend on the other rows or on the number of threads.
 
 Intel's matrix tiles multiply plain weights if the caller asks for it. They multiply many rows by int8 and 4 bits if
 they are faster than vectors on this machine, which is measured once and does not change results.

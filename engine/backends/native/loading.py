@@ -93,7 +93,7 @@ class Kernel:
     def _find_and_call(self, *arguments: Any) -> None:
         found = current()
         if found is None:
-            raise RuntimeError(f"There is no native library to take {self.name} from: ask available() first.")
+            raise RuntimeError(f"There is no native library that contains {self.name}: call available() first.")
         found.check()
         self.call = found.function(self.name, self.signature)
         self.call(*arguments)

@@ -31,8 +31,8 @@ _THREADS = os.cpu_count() or 1
 _TICKET = 64  # bytes of a cache line, as in threads.h
 _OUTSIDE = (
     "",
-    "a row's keys lie outside the pages that there are",
-    "a token's slot lies outside the pages that there are",
+    "a row's keys lie outside the pages",
+    "a token's slot lies outside the pages",
     "a token's position lies outside the table of angles",
 )
 

@@ -87,11 +87,11 @@ class TorchReference(AttentionBackend):
         """Computes every part over every format of the cache; made for the CPU and CUDA."""
         reasons = []
         if part.content_bias and part.heads != part.kv_heads:
-            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
+            reasons.append(f"{cls.name} attention does not support a content bias for heads that share keys")
         if device.type not in ("cpu", "cuda"):
             reasons.append(f"{cls.name} attention runs on cpu and cuda; the device is {device.type}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         return reasons
 
     @torch.no_grad()

@@ -72,7 +72,7 @@ def _filtered(logits: Tensor, table: Table) -> Tensor:
     relative = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = relative.exp()
     if p < 1.0:
-        # Of tokens equal to the k-th, only as many count as make k.
+        # Tokens equal to the k-th count only until there are k in total.
         falling = relative.sort(dim=-1, descending=True).values[:, : k if 0 < k < vocabulary else vocabulary]
         sizes = falling.exp().double()
         running = sizes.cumsum(dim=-1)

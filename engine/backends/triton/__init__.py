@@ -50,14 +50,14 @@ def obstacle(index: int | None) -> tuple[str, str]:
         index: index of the GPU; None for the current one.
     """
     if torch.version.hip is not None:
-        return f"torch is built for ROCm {torch.version.hip}", "Kernels of our own are for NVIDIA's GPUs."
+        return f"torch is built for ROCm {torch.version.hip}", "Octavo's kernels support NVIDIA GPUs only."
     if not installed():
         return "Triton is not installed", 'Install it, as with pip install "octavo[gpu]".'
     from triton import __version__, runtime
 
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < OLDEST:
-        return f"compute capability {major}.{minor} is below 8.0", "Only a newer GPU has kernels of our own."
+        return f"compute capability {major}.{minor} is below 8.0", "Octavo's kernels need a newer GPU."
     if _version(__version__) < _OLDEST_TRITON:
         return f"Triton {__version__} is older than 3.6", "Install a newer one."
     try:
@@ -65,7 +65,7 @@ def obstacle(index: int | None) -> tuple[str, str]:
             _ = runtime.driver.active.utils  # compiles a module of its own, the first time
     except Exception as error:  # whatever the error is, torch is used
         return f"Triton starts no kernels ({str(error).strip().split(chr(10))[-1]})", (
-            "It needs a C compiler, Python's headers, and a cache folder that programs may be loaded from "
+            "It needs a C compiler, Python's headers, and a cache folder from which programs may be loaded "
             "(TRITON_CACHE_DIR)."
         )
     return "", ""

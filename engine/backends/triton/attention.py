@@ -145,11 +145,11 @@ class TritonAttention(AttentionBackend):
             return [f"{cls.name} attention: {gpu.obstacle(device.index)[0]}"]
         reasons = []
         if part.query_bias:
-            reasons.append(f"{cls.name} attention has no bias that queries bring")
+            reasons.append(f"{cls.name} attention does not support a bias from queries")
         if part.content_bias:
-            reasons.append(f"{cls.name} attention has no content bias")
+            reasons.append(f"{cls.name} attention does not support a content bias")
         if isinstance(part.window, Chunks):
-            reasons.append(f"{cls.name} attention has no chunks")
+            reasons.append(f"{cls.name} attention does not support chunks")
         if part.head_dim > shapes.LONGEST_HEAD:
             reasons.append(
                 f"{cls.name} attention has heads of up to {shapes.LONGEST_HEAD} features, not {part.head_dim}"
@@ -157,9 +157,9 @@ class TritonAttention(AttentionBackend):
         group = part.heads // part.kv_heads
         most = shapes.largest_group(part.head_dim, cache_dtype == torch.float32, _facts(device).capability)
         if group > most:
-            reasons.append(f"{cls.name} attention lets up to {most} heads share keys here, not {group}")
+            reasons.append(f"{cls.name} attention lets up to {most} heads share keys, not {group}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         return reasons
 
     @torch.no_grad()
@@ -275,7 +275,7 @@ def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
     if any((scale is None) != (kind not in LARGEST) for scale in scales):
         raise ValueError(f"only int8 and fp8 pages have scales, got keys of {format_name(kind)}")
     if isinstance(bias, ContentBias):
-        raise ValueError(f"{TritonAttention.name} attention has no content bias")
+        raise ValueError(f"{TritonAttention.name} attention does not support a content bias")
 
 
 def _prepare(

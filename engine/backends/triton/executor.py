@@ -99,7 +99,7 @@ class _Fusing:
         for operation in program.operations:
             self._add(operation)
         if self._missing:
-            logger.info("Without kernels of their own, torch computes these parts: %s", ", ".join(self._missing))
+            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(self._missing))
 
     def _add(self, operation: Operation) -> None:
         match operation:

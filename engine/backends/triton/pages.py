@@ -22,7 +22,7 @@ def _float_converted(x, FORMAT: tl.constexpr, PAGES: tl.constexpr):
     """Numbers in the pages' format; values that it cannot represent become NaN."""
     converted = x.to(PAGES)
     if PAGES != FORMAT:
-        # Not of the converted numbers: a GPU without a comparison of bfloat16 would convert once more.
+        # Compare in float32: a GPU that cannot compare bfloat16 would have to convert once more.
         back = converted.to(tl.float32)
         converted = tl.where(tl.abs(back) == float("inf"), float("nan"), back).to(PAGES)
     return converted

@@ -116,7 +116,7 @@ def _alternatives(config: Any) -> str:
         kind = getattr(text, "model_type", "")
         inner = next((other for other in _with_head() if model_type_of(_config_name(other)) == kind), None)
         if inner is not None:
-            return f"A checkpoint of its language part alone ({inner}) would do."
+            return f"A checkpoint with only its language part ({inner}) is supported."
         return "Its language part is not supported either."
     near = nearest(name)
     if near is not None and _words(near) == _words(name):
@@ -125,12 +125,18 @@ def _alternatives(config: Any) -> str:
     if alike is not None and (near is None or _shared(config, near) < _shared(config, alike) - _DOUBT):
         near = alike
     if near is None:
-        return "No supported architecture is near it."
+        return "No supported architecture is similar."
     unknown = unknown_settings(config, _config_name(near))
     if unknown:
         more = f" (and {len(unknown) - 3} more)" if len(unknown) > 3 else ""
-        return f"The nearest, {near}, would not do as it is: it knows no setting {', '.join(unknown[:3])}{more}."
-    return f"The nearest, {near}, has the same settings; whether it computes the same, only transformers can tell."
+        return (
+            f"The most similar one, {near}, cannot replace it: it does not know the setting "
+            f"{', '.join(unknown[:3])}{more}."
+        )
+    return (
+        f"The most similar one, {near}, has the same settings; whether it computes the same, only transformers "
+        "can tell."
+    )
 
 
 def architecture(config: Any) -> str:
@@ -172,10 +178,11 @@ def stored_scheme(config: Any) -> Scheme | None:
 
 # Missing parts that architectures need, by the beginnings of their names.
 _REASONS = {
-    "Gemma3n": "its residual stream has several versions (AltUp), layers read vectors of their own for each token, and "
-    "the last ones have no keys and values but those of earlier layers",
-    "Gemma4": "values are normalised, and may be keys; each layer ends with a learned factor; in some models layers "
-    "read vectors of their own for each token, and the last ones have no keys and values but those of earlier layers",
+    "Gemma3n": "its residual stream has several versions (AltUp), layers read separate vectors for each token, and "
+    "the last layers reuse keys and values of earlier ones",
+    "Gemma4": "values are normalised, and may be keys; each layer ends with a learned factor; in some models, "
+    "layers read separate vectors for each token, and the last layers reuse keys and values of earlier "
+    "ones",
 }
 
 
@@ -190,9 +197,9 @@ def _unknown(config: Any) -> UnsupportedModelError:
             ": it keeps a state (recurrent, state-space or hybrid layers), and this project is for transformers, which "
             "keep keys and values"
         )
-        instead = "No supported architecture would do in its place."
+        instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):
-        why = ": it takes more than text"
+        why = ": it reads more than text"
     return UnsupportedModelError(
         f"The architecture {name!r} is not supported{why}. {instead or _alternatives(config)} {_LIST}"
     )

@@ -57,7 +57,7 @@ def repeats_after_start(config: Any) -> RepeatedInput:
     start = getattr(config, "decoder_start_token_id", None)
     if not isinstance(start, int):
         raise UnsupportedModelError(
-            f"decoder_start_token_id of the config must be the id of the token that the decoder begins with, got "
+            "decoder_start_token_id of the config must be the id of the token with which the decoder begins, got "
             f"{start!r}."
         )
     return RepeatedInput(start, _end(config))
@@ -72,7 +72,7 @@ def _end(config: Any) -> int:
     end: Any = config.eos_token_id
     if not isinstance(end, int):
         raise UnsupportedModelError(
-            f"eos_token_id of the config must be the id of one token, at which a class is read off; got {end!r}."
+            f"eos_token_id of the config must be the id of one token, whose vector is classified; got {end!r}."
         )
     return end
 

@@ -17,7 +17,7 @@ from engine.model.table import Entry, Family, Interleaved, Sparse, WeightTable
 
 def spec(config: Any) -> ModelSpec:
     if getattr(config, "talking_head", False):
-        raise UnsupportedModelError("talking_head must be false: no part mixes the scores of heads.")
+        raise UnsupportedModelError("talking_head must be false: mixing the scores of heads is not implemented.")
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     attention = _attention(config)
     distances = None

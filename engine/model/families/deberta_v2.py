@@ -88,8 +88,8 @@ def _distances(config: Any, layer_norm: Norm) -> DistanceVectors:
     buckets = getattr(config, "position_buckets", -1)
     if buckets == 1 or longest - 1 == buckets // 2 > 0:
         raise UnsupportedModelError(
-            f"position_buckets of the config is {buckets} and distances reach to {longest}: the buckets beyond half of "
-            "them widen geometrically up to there, for which there must be 2 at least, and their half must not be the "
+            f"position_buckets of the config is {buckets} and distances reach to {longest}: the buckets beyond half "
+            "of them widen geometrically up to there, so at least 2 are needed, and half of them must not be the "
             "last distance. Use other position_buckets, or -1 for none."
         )
     norms = [kind.strip() for kind in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
@@ -135,7 +135,7 @@ def head_of(config: Any, layer_norm: Norm) -> Head:
         case "ForSequenceClassification":
             if config.pooler_hidden_size != config.hidden_size:
                 raise UnsupportedModelError(
-                    f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and gives "
+                    f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and returns "
                     f"hidden_size {config.hidden_size} features, so both must be equal."
                 )
             return first_token_classifier(config, activation(config.pooler_hidden_act))

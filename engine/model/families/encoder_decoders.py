@@ -20,7 +20,7 @@ from engine.model.table import Entry
 def _without_prompt(config: Any) -> None:
     if getattr(config, "use_prompt", False):
         raise UnsupportedModelError(
-            "use_prompt must be false: no part puts learned keys and values before those of each layer."
+            "use_prompt must be false: learned keys and values before those of each layer are not implemented."
         )
 
 

@@ -42,7 +42,7 @@ def check_settings(config: Any, positions: str = "absolute") -> None:
         if getattr(config, name, False):
             raise UnsupportedModelError(
                 f"The config sets {name}: this architecture is served as an encoder only, which sees all tokens of "
-                "an input. Set it to false if the checkpoint was trained as one."
+                "an input. Set it to false if the checkpoint was trained as an encoder."
             )
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, positions):
@@ -52,8 +52,8 @@ def check_settings(config: Any, positions: str = "absolute") -> None:
         )
     if getattr(config, "pruned_heads", None):
         raise UnsupportedModelError(
-            "The config has pruned_heads: layers with fewer heads than others are not implemented. Use the checkpoint "
-            "that it was made of."
+            "The config has pruned_heads: layers with fewer heads than others are not implemented. Use the "
+            "checkpoint that it was made from."
         )
 
 
@@ -145,8 +145,8 @@ def answer_span(config: Any, **parts: Any) -> AnswerSpan:
     """
     if config.num_labels != 2:
         raise UnsupportedModelError(
-            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 numbers of each "
-            "token: of their beginning and of their end."
+            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 scores per "
+            "token, for an answer's beginning and end."
         )
     return AnswerSpan(**parts)
 

@@ -93,7 +93,7 @@ def _rembert_weights(model: ModelSpec) -> WeightTable:
 
 def _roformer(config: Any) -> Stack:
     if config.rotary_value:
-        raise UnsupportedModelError("rotary_value of the config must be false: values that are rotated have no part.")
+        raise UnsupportedModelError("rotary_value of the config must be false: rotated values are not implemented.")
     return turned(bert_stack(config, None, config.embedding_size), 10_000.0, interleaved=True)
 
 

@@ -297,7 +297,9 @@ def _dbrx_refusals(c: Any) -> None:
             f"ffn_config.moe_normalize_expert_weights must be 1 or null, got {own.moe_normalize_expert_weights}."
         )
     if others := sorted(set(own.ffn_act_fn) - {"name"}):
-        raise UnsupportedModelError(f"ffn_config.ffn_act_fn must hold a name alone, but holds {', '.join(others)}.")
+        raise UnsupportedModelError(
+            f"ffn_config.ffn_act_fn must contain only a name, but also contains {', '.join(others)}."
+        )
 
 
 def _dbrx_experts(c: Any) -> Experts:

@@ -17,7 +17,7 @@ from engine.model.table import Family, WeightTable
 def spec(config: Any) -> ModelSpec:
     name = config.architectures[0]
     if name.endswith("ForSequenceClassification"):
-        raise UnsupportedModelError(f"{name} is not supported: no part has its layer before the scores of classes.")
+        raise UnsupportedModelError(f"{name} is not supported: its layer before the class scores is not implemented.")
     layer_norm = block_norm(config)
     decoder = stack(config, layer_norm, layer_windows(config), causal=True)
     layer = HeadLayer(activation(config.classifier_activation), layer_norm, bias=config.classifier_bias)

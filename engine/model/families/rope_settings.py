@@ -28,7 +28,7 @@ def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         wanted = "one set for all layers" if layer_type is None else f"some for {layer_type}"
         raise UnsupportedModelError(
-            f"rope_parameters in the checkpoint's config holds settings for {', '.join(nested)}, but this "
+            f"rope_parameters in the checkpoint's config contains settings for {', '.join(nested)}, but this "
             f"architecture needs {wanted}."
         )
     return found

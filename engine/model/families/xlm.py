@@ -53,7 +53,7 @@ def _head(config: Any) -> Head:
     if name.endswith("WithLMHeadModel"):
         if config.asm:
             raise UnsupportedModelError(
-                "asm of the config must be false: no part computes an adaptive softmax over the vocabulary."
+                "asm of the config must be false: an adaptive softmax over the vocabulary is not implemented."
             )
         return MaskedLm(tied=config.tie_word_embeddings)
     if name.endswith("ForSequenceClassification"):
@@ -72,7 +72,7 @@ def _classifier(config: Any) -> Classifier:
     for name in ("summary_use_proj", "summary_proj_to_labels"):
         if not getattr(config, name):
             raise UnsupportedModelError(
-                f"{name} of the config must be true: the matrix that it is about gives classes."
+                f"{name} of the config must be true: the matrix that it enables returns the classes."
             )
     if config.summary_activation:
         raise UnsupportedModelError(

@@ -157,8 +157,8 @@ def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms")
     head_dim, layers = metadata.count("attention.key_length", hidden // heads), metadata.count("block_count")
     if not head_dim or layers > len(metadata.file.tensors):
         raise ModelLoadError(
-            f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it holds "
-            f"{len(metadata.file.tensors)} tensors. Download it again."
+            f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it "
+            f"contains {len(metadata.file.tensors)} tensors. Download it again."
         )
     metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
     metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")

@@ -114,7 +114,7 @@ class _Reader:
             if name in tensors:
                 self._fail(f"it holds the tensor {_shown(name)} twice")
             if offset % alignment:
-                self._fail(f"the tensor {_shown(name)} begins at {offset}, which is no multiple of {alignment}")
+                self._fail(f"the tensor {_shown(name)} begins at {offset}, which is not a multiple of {alignment}")
             size = math.prod(shape) // format.numbers * format.size
             if size > self._size - start - offset:
                 self._fail(
@@ -144,7 +144,7 @@ class _Reader:
         count: int = self._scalar("Q", 8, f"the number of its {what}")
         room = (self._size - self._place) // least
         if count > min(room, most):
-            limit = f"no file may have more than {most}" if count > most else f"only {room} would have room in it"
+            limit = f"at most {most} are allowed" if count > most else f"it has room for only {room}"
             self._fail(f"it says that it has {count} {what}, but {limit}")
         return count
 
@@ -160,7 +160,7 @@ class _Reader:
         self._fail(f"the value of {_shown(key)} is of the kind {kind}, which GGUF does not have")
 
     def _array(self, key: str) -> list[Any]:
-        kind: int = self._scalar("I", 4, f"the kind of what {_shown(key)} holds")
+        kind: int = self._scalar("I", 4, f"the kind of the values of {_shown(key)}")
         if kind == _ARRAY:
             self._fail(f"{_shown(key)} holds arrays within an array, which no model needs")
         if kind != _STRING and kind not in _SCALARS:
@@ -189,7 +189,7 @@ class _Reader:
             try:
                 found.append(data[begin:place].decode())
             except UnicodeDecodeError as error:
-                self._fail(f"a value of {_shown(key)} is no text in UTF-8 ({error.reason})")
+                self._fail(f"a value of {_shown(key)} is not UTF-8 text ({error.reason})")
         self._place = place
         return found
 
@@ -198,7 +198,7 @@ class _Reader:
         count: int = self._scalar("I", 4, f"the number of sizes of {_shown(name)}")
         if not 1 <= count <= _MOST_SIZES:
             self._fail(f"the tensor {_shown(name)} has {count} dimensions; 1 to {_MOST_SIZES} are possible")
-        what = f"where the tensor {_shown(name)} is"
+        what = f"the position of the tensor {_shown(name)}"
         sizes = [self._scalar("Q", 8, what) for _ in range(count)]
         kind: int = self._scalar("I", 4, what)
         offset: int = self._scalar("Q", 8, what)
@@ -208,11 +208,13 @@ class _Reader:
                 f"{self._path}: the tensor {_shown(name)} is stored in the unknown format {kind}."
             )
         if not all(sizes) or math.prod(sizes) > self._size * format.numbers:  # Python's integers have no limit
-            self._fail(f"the tensor {_shown(name)} has the sizes {sizes}, more than the file holds, or none")
+            self._fail(
+                f"the tensor {_shown(name)} has the sizes {sizes}, which is more than the file contains, or zero"
+            )
         if sizes[0] % format.numbers:
             self._fail(
-                f"the tensor {_shown(name)} has rows of {sizes[0]} numbers, which is no multiple of the "
-                f"{format.numbers} of a block of {format.name}"
+                f"the tensor {_shown(name)} has rows of {sizes[0]} numbers, which is not a multiple of "
+                f"{format.numbers}, the size of a block of {format.name}"
             )
         return name, tuple(reversed(sizes)), format, offset
 
@@ -223,7 +225,7 @@ class _Reader:
         try:
             return bytes(self._take(length, what)).decode()
         except UnicodeDecodeError as error:
-            self._fail(f"{what} is no text in UTF-8 ({error.reason})")
+            self._fail(f"{what} is not UTF-8 text ({error.reason})")
 
     def _scalar(self, letter: str, size: int, what: str) -> Any:
         return struct.unpack("<" + letter, self._take(size, what))[0]
@@ -231,8 +233,8 @@ class _Reader:
     def _take(self, size: int, what: str) -> bytes:
         if size > self._size - self._place:
             self._fail(
-                f"the file ends where {what} should be: {size} bytes are needed from byte {self._place} on, and the "
-                f"file has {self._size}"
+                f"the file ends before {what}: {size} bytes are needed from byte {self._place} on, and the file has "
+                f"{self._size}"
             )
         begin, self._place = self._place, self._place + size
         return self._data[begin : self._place]

@@ -40,7 +40,7 @@ class Metadata:
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
                 raise UnsupportedModelError(
-                    f"{self.file.path}: layers differ in {self.architecture}.{name}, which is not supported of GGUF "
+                    f"{self.file.path}: layers differ in {self.architecture}.{name}, which is not supported in GGUF "
                     "files. Use the checkpoint in safetensors."
                 )
             value = value[0]
@@ -79,8 +79,8 @@ class Metadata:
         if self.has(name) and (value := self._value(name, None)) not in allowed:
             wanted = " or ".join(map(str, allowed))
             raise UnsupportedModelError(
-                f"{self.file.path}: {self.architecture}.{name} must be {wanted}, got {ascii(value)[:80]}: {otherwise} "
-                "not supported of GGUF files of this architecture. Use the checkpoint in safetensors."
+                f"{self.file.path}: {self.architecture}.{name} must be {wanted}, got {ascii(value)[:80]}: "
+                f"{otherwise} not supported in GGUF files of this architecture. Use the checkpoint in safetensors."
             )
 
     def check_all_asked(self) -> None:
@@ -93,7 +93,7 @@ class Metadata:
         left = sorted(name for name in self.file.metadata if name.startswith(prefix) and name not in self._asked)
         if left:
             raise UnsupportedModelError(
-                f"{self.file.path} has settings that are not supported of GGUF files of the architecture "
+                f"{self.file.path} has settings that are not supported in GGUF files of the architecture "
                 f"{self.architecture}: {', '.join(left[:5])}. Use the checkpoint in safetensors."
             )
 

@@ -51,7 +51,7 @@ def nothing_chosen(names: Iterable[str], repository: str, wanted: str) -> str:
     """The error message if `choose` finds no file."""
     there = sorted(filter(_is_model, names))
     held = f"its GGUF files are {_some(there)}" if there else "it has no GGUF files"
-    return f"{repository} holds no GGUF file {wanted}: {held}."
+    return f"{repository} does not contain the GGUF file {wanted}: {held}."
 
 
 def _means(wanted: str, name: str) -> bool:

@@ -47,9 +47,7 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
             )
     if FACTORS in metadata.file.tensors:
         if settings["rope_type"] != "default":
-            raise UnsupportedModelError(
-                f"{metadata.file.path} stretches frequencies twice: by {FACTORS} and by {kind}."
-            )
+            raise UnsupportedModelError(f"{metadata.file.path} scales frequencies twice: by {FACTORS} and by {kind}.")
         divisors = read_numbers(metadata.file, FACTORS)
         settings |= {
             # Divisors for all lengths.

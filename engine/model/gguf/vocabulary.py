@@ -58,14 +58,14 @@ def tokenizer_files(file: Gguf) -> dict[str, Any]:
     """
     tokens = _texts(file, "tokens")
     if not tokens:
-        raise _unsupported(file, "it holds no vocabulary")
+        raise _unsupported(file, "it contains no vocabulary")
     table = file.tensors.get("token_embd.weight")
     if table is not None and len(tokens) > table.shape[0]:
         raise _unsupported(file, f"its vocabulary has {len(tokens)} tokens, but {table.name} has {table.shape[0]} rows")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(text for number, text in enumerate(tokens) if vocabulary[text] != number)
-        raise _unsupported(file, f"its vocabulary holds {ascii(twice)[:80]} twice")
+        raise _unsupported(file, f"its vocabulary contains {ascii(twice)[:80]} twice")
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         made = _byte_level(file, vocabulary)
@@ -158,7 +158,9 @@ def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapp
     characters = 0
     for place, (text, score) in enumerate(zip(tokens, scores, strict=True)):
         if len(text) > _LONGEST:
-            raise _unsupported(file, f"token {place} is {len(text)} characters long, and {_LONGEST} are the most")
+            raise _unsupported(
+                file, f"token {place} is {len(text)} characters long, but at most {_LONGEST} are allowed"
+            )
         earlier = -place
         for cut in range(1, len(text)):
             left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
@@ -168,8 +170,9 @@ def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapp
         if len(found) > _MOST_PAIRS or characters > _MOST_CHARACTERS:
             raise _unsupported(
                 file,
-                f"the first {place + 1} of its {len(tokens)} tokens are made by {len(found)} pairs of tokens, of "
-                f"{characters} characters, and {_MOST_PAIRS} pairs of {_MOST_CHARACTERS} are the most",
+                f"the first {place + 1} of its {len(tokens)} tokens are formed by {len(found)} pairs of tokens with "
+                f"{characters} characters, but at most {_MOST_PAIRS} pairs with {_MOST_CHARACTERS} characters are "
+                "allowed",
             )
     found.sort(reverse=True)
     return [(tokens[left], tokens[right]) for _, _, _, _, left, right in found]
@@ -260,6 +263,6 @@ def _numbers(file: Gguf, name: str) -> list[float]:
 
 def _unsupported(file: Gguf, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"No tokenizer can be made of {file.path}: {why}. Name that of the original model, a folder or hub id, by "
-        "--tokenizer (tokenizer of LLM); or set --skip-tokenizer-init to work with token ids alone."
+        f"No tokenizer can be made from {file.path}: {why}. Set --tokenizer (tokenizer of LLM) to the original "
+        "model, a folder or hub id; or set --skip-tokenizer-init to work with token ids alone."
     )

@@ -130,7 +130,7 @@ def read_settings(path: Path) -> LoraSettings:
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
     if layers and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
-        raise _wrong(path, "layers_to_transform", layers, "a list of layers' numbers")
+        raise _wrong(path, "layers_to_transform", layers, "a list of layer numbers")
     targets = values.get("target_modules") or ()
     return LoraSettings(
         path=path,
@@ -164,7 +164,7 @@ def _values(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} is not valid JSON ({error}). Save the adapter again.") from error
     if not isinstance(values, dict):
-        raise AdapterError(f"{path} holds {type(values).__name__}, not an object of settings.")
+        raise AdapterError(f"{path} contains a {type(values).__name__}, not an object of settings.")
     return values
 
 

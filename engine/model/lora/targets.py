@@ -112,7 +112,7 @@ class Targets:
                 raise AdapterError(f"{module} belongs to experts: adapters of experts are not supported")
             raise AdapterError(f"{module} is not a plain product here: adapters of it are not supported")
         if not _is_rowwise(entry.transform):
-            raise AdapterError(f"{module} is laid out anew by column: adapters of it are not supported")
+            raise AdapterError(f"{module} is stored with its columns rearranged: adapters of it are not supported")
         return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, place)
 
     def _current(self, stored: str) -> str:

@@ -63,7 +63,7 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
     length = tensors.shape(state).numel()
     if length > _LONGEST_STATE:
         raise ModelLoadError(
-            f"{tensors.path}: {state} is damaged: it holds {length} bytes, and {_LONGEST_STATE} are the most."
+            f"{tensors.path}: {state} is damaged: it has {length} bytes, but at most {_LONGEST_STATE} are allowed."
         )
     expect(tensors, state, (length,), formats=("U8",))
     try:

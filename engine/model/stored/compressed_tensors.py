@@ -53,7 +53,7 @@ class CompressedTensors(Scheme):
         if sparsity.get("format", "dense") != "dense":
             raise UnsupportedModelError(
                 f"sparsity_config of the config's quantization_config has the format {sparsity['format']!r}; only "
-                "dense matrices are read."
+                "dense matrices are supported."
             )
         weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
         self._bits = sorted({bits for w in weights if (bits := w.get("num_bits")) in range(1, 9)})
@@ -142,7 +142,7 @@ def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple
 
 def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
     """The tensors of `written_as`."""
-    assert not made.rotated, "others multiply with the groups as they lie"
+    assert not made.rotated, "others keep the order of the groups"
     outputs = len(made.values)
     if kind == "int8-fast":
         return {".weight": made.values, ".weight_scale": made.scales[:, None]}

@@ -44,8 +44,8 @@ class Gptq(Scheme):
         rules = config.get("dynamic") or {}
         if not isinstance(rules, Mapping) or not all(str(rule).startswith(_PLAIN) for rule in rules):
             raise UnsupportedModelError(
-                "dynamic of the config's quantization_config gives modules settings of their own, which is not "
-                f"supported: only rules that leave modules plain are, which begin with {_PLAIN!r}."
+                "dynamic of the config's quantization_config gives modules separate settings, which is not "
+                f"supported; only rules that leave modules unquantized are, which begin with {_PLAIN!r}."
             )
         self._less_one = layout == "gptq"  # the first version stores zeros minus one
         self.title = f"{self._bits}-bit GPTQ"
@@ -55,8 +55,8 @@ class Gptq(Scheme):
             words, outputs = matrix_shape(tensors, name, "I32")
             if words * 32 % self._bits or outputs * self._bits % 32:
                 raise ModelLoadError(
-                    f"{tensors.path}: {name}, stored as {[words, outputs]}, holds no whole number of {self._bits}-bit "
-                    "integers, or its zeros would fill no whole words."
+                    f"{tensors.path}: {name}, stored as {[words, outputs]}, does not contain a whole number of "
+                    f"{self._bits}-bit integers, or its zeros would not fill whole words."
                 )
             inputs = words * 32 // self._bits
             scales = f"{module}.scales"

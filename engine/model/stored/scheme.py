@@ -111,8 +111,8 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collect
     if found not in [Size(shape) for shape in shapes]:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ModelLoadError(
-            f"{tensors.path}: the tensor {name} should have shape {wanted} by the others of its matrix, but is stored "
-            f"as {list(found)}."
+            f"{tensors.path}: the tensor {name} should have shape {wanted} to match its matrix's other tensors, but "
+            f"is stored as {list(found)}."
         )
     if tensors.format(name) not in formats:
         raise ModelLoadError(
