@@ -5,13 +5,14 @@ from __future__ import annotations
 import json as jsonlib
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal
 
 from cli import healthcheck
+from cli.doctor_several import check_several
+from cli.findings import Finding
 from cli.terminal.paragraphs import filled
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
@@ -23,6 +24,7 @@ from server.door.keys import read_api_keys
 from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files
 from server.door.rates import check_storage
 from server.door.slots import OWN_FILES
+from server.models.declared import Declared, memory_limit
 from server.tracing.start import start_tracing
 
 _OLDEST = (3, 11)
@@ -31,25 +33,12 @@ _LARGEST_ANSWER = 2**20  # bytes to read of a response
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check.
+def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[Declared] = ()) -> list[Finding]:
+    """All checks, in the order of a start.
 
-    Attributes:
-        check: the name of the check.
-        verdict: ok, warn or FAIL; FAIL prevents the start.
-        found: the result in words.
-        fix: the remedy; "" if none is needed.
+    Args:
+        several: the models, if there are several; `config` then has the settings of all.
     """
-
-    check: str
-    verdict: Literal["ok", "warn", "FAIL"]
-    found: str
-    fix: str = ""
-
-
-def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
-    """All checks, in the order of a start."""
     findings = [check_python()]
     torch_found = list(check_torch(config))
     findings += torch_found
@@ -58,9 +47,14 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
         findings += [device, *more]
         if device.verdict == "FAIL":  # the model can be checked all the same
             config = replace(config, device="cpu")
-        findings += check_model(config, memory=device.verdict != "FAIL")
+        if several:
+            findings += check_several(several, memory_limit(settings))
+        else:
+            findings += check_model(config, memory=device.verdict != "FAIL")
         if config.quantization not in (None, "none"):
             findings.append(check_quantization_cache(config))
+        if config.kv_disk is not None:
+            findings.append(check_kv_disk(config))
     findings += check_listening(settings)
     findings += check_access(settings)
     findings += check_traces(settings)
@@ -232,7 +226,7 @@ def check_memory(facts: ModelFacts) -> Finding:
         found += (
             f"; the engine needs {_size(facts.resident)} before its first request and {_size(facts.peak)} while loading"
         )
-    left = facts.free - facts.weights - facts.pages
+    left = facts.free - facts.weights - facts.pages - facts.states
     if left < 0:
         return Finding("memory", "FAIL", found, fix)
     if left < _SPARE and facts.device == "cpu":
@@ -287,6 +281,25 @@ def check_quantization_cache(config: EngineConfig) -> Finding:
         return Finding(check, "warn", f"cannot be used: {facts.problem}", fix)
     number = "1 file" if facts.entries == 1 else f"{facts.entries} files"
     return Finding(check, "ok", f"{facts.folder}: {number}, {_size(facts.size)}")
+
+
+def check_kv_disk(config: EngineConfig) -> Finding:
+    """Pages of the KV cache can be kept where they are to be."""
+    from engine import inspect_kv_disk
+
+    check = "pages on disk"
+    try:
+        facts = inspect_kv_disk(config)
+    except ConfigError as problem:
+        return Finding(check, "FAIL", *_split(problem))
+    if facts.problem:
+        fix = "Set --kv-disk to a folder that this user can write to."
+        return Finding(check, "FAIL", f"cannot be kept: {facts.problem}", fix)
+    found = f"{facts.folder}: {_size(facts.used)} of at most {_size(facts.limit)}"
+    if facts.free < facts.limit - facts.used:
+        fix = "Free some space, or lower --kv-disk-size. Once the disk is full, no more pages are written."
+        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} of the disk are free", fix)
+    return Finding(check, "ok", found)
 
 
 def _size(count: int) -> str:

@@ -18,6 +18,7 @@ from cli.terminal.paragraphs import filled
 from cli.terminal.parser import OneLineParser
 from engine import ConfigError, EngineConfig
 from server.config.groups import GROUPS, OTHER, group_of
+from server.config.named import is_named
 from server.config.settings import Settings, SettingsBase, description, flag, variable
 from server.config.sources import VariableSource, read_file, unknown_variables
 from server.config.wording import is_switch
@@ -52,12 +53,14 @@ class Loaded:
         engine: the engine's settings.
         origins: the sources by the settings' names.
         notes: sentences about variables without effect.
+        named: the arguments NAME=PATH, if several models are given.
     """
 
     settings: SettingsBase
     engine: EngineConfig
     origins: Mapping[str, Origin]
     notes: tuple[str, ...]
+    named: tuple[str, ...] = ()
 
 
 class SettingsParser(OneLineParser):
@@ -68,7 +71,7 @@ class SettingsParser(OneLineParser):
     """
 
     def __init__(self, prog: str, about: str, names: Collection[str] = _FIELDS):
-        super().__init__(prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG)
+        super().__init__(prog=prog, usage=f"{prog} [MODEL | NAME=MODEL ...] [flags]", description=about, epilog=_EPILOG)
         groups = {title: self.add_argument_group(title) for title in (*GROUPS, OTHER)}
         elsewhere = argparse.ArgumentParser(add_help=False)
 
@@ -95,6 +98,17 @@ class SettingsParser(OneLineParser):
             groups[title]._group_actions.sort(key=functools.partial(_place, places))
         # Unlike a variable, a flag counts even if it is empty: an empty key must not mean "no key".
         self._source.env_ignore_empty = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; arguments NAME=MODEL become `named`."""
+        given, rest = super().parse_known_args(args, namespace)
+        words = [given.model] if isinstance(getattr(given, "model", None), str) else []
+        words += [word for word in rest if not word.startswith("-")]
+        given.named = ()
+        if words and all(map(is_named, words)):
+            given.model, given.named = None, tuple(words)
+            rest = [word for word in rest if word.startswith("-")]
+        return given, rest
 
     def load(self, given: argparse.Namespace) -> Loaded:
         """The settings from these flags, the environment and the file.
@@ -124,6 +138,7 @@ class SettingsParser(OneLineParser):
             engine=engine,
             origins={name: origins.get(name, Origin("default")) for name in _FIELDS},
             notes=tuple(unknown_variables(os.environ, known)),
+            named=getattr(given, "named", ()),
         )
 
 

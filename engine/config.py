@@ -88,6 +88,9 @@ class EngineConfig:
             one step (max_num_batched_tokens above 2048) and the KV cache has the model's 16-bit format. The last bits
             of the results then depend on how a prompt was split or cached.
         enable_prefix_caching: reuse the KV cache of earlier prompts with the same beginning.
+        kv_disk: folder that keeps pages of the KV cache that memory has no room for, and those of a process that ends.
+            Prompts find them again after a restart (default: none are kept).
+        kv_disk_size: most bytes that all pages in kv_disk take, such as "20GiB".
         kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens
@@ -135,6 +138,8 @@ class EngineConfig:
     enforce_eager: bool = False
     flash_prefill: bool = False
     enable_prefix_caching: bool = True
+    kv_disk: str | None = None
+    kv_disk_size: int | str = "20GiB"
     kv_events_config: str | None = None
     speculative_config: str | None = None
     chat_template: str | None = None
@@ -192,6 +197,7 @@ class EngineConfig:
             raise ConfigError(f'generation_config must be "auto" or "none", got {self.generation_config!r}.')
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        self._check_kv_disk()
         self._check_catalogues()
         object.__setattr__(self, "kv_events_config", as_json(self.kv_events_config))
         if self.kv_events is not None and not self.enable_prefix_caching:
@@ -266,6 +272,11 @@ class EngineConfig:
             raise ConfigError(
                 f"lora_modules names {len(names)} adapters, but max_loras is {self.max_loras}. Raise max_loras."
             )
+
+    def _check_kv_disk(self) -> None:
+        parse_bytes(self.kv_disk_size, "kv_disk_size")
+        if self.kv_disk == "":
+            raise ConfigError('kv_disk must be a folder, got "".')
 
     def _check_catalogues(self) -> None:
         given: object = self.catalogue

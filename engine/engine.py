@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import EngineConfig
+from engine.disk.opening import check_kv_disk, open_store
+from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
@@ -42,7 +44,7 @@ from engine.interface.speculation import SpeculativeConfig, parse_speculative
 from engine.interface.speech import timed
 from engine.model.adapters import Adapter
 from engine.model.checkpoint import ConfigReader, read_config
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.draft_costs import DraftCosts
 from engine.scheduling.drafting import NgramDrafter
@@ -91,6 +93,8 @@ class Engine:
         started = time.monotonic()
         self.config = config
         check_files(config.catalogues)
+        check_kv_disk(config)
+        self._disk: DiskTier | None = None
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is reported at once
         try:
             self.executor: Executor = _start(config, read)
@@ -112,7 +116,10 @@ class Engine:
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
-        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
+        states = BlockPool(facts.num_states) if facts.num_states else None
+        opened = open_store(config, self.executor)
+        hasher = None if opened is None else PageHasher(opened[0].hash_key)
+        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher, states=states)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
                 raise ConfigError(
@@ -122,6 +129,8 @@ class Engine:
             self.scheduler.record_events()
             self._publisher.start("GPU" if device.type == "cuda" else "CPU")
             self._publish_events()
+        if opened is not None:
+            self._disk = DiskTier(*opened, self.scheduler)
         # On a GPU a step with one token per row is recorded, and takes less time than one that checks several.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
@@ -131,6 +140,10 @@ class Engine:
         floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        if states is not None:
+            if ahead:
+                logger.info("Layers of this model carry a state: no step is planned ahead (--async-scheduling).")
+            self.scheduler.drafts_forced_tokens = ahead = False
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults = GenerationDefaults()
         if info.entities is None:  # GLiNER's folders have neither of the files that may contain defaults
@@ -410,10 +423,19 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget the contents of all pages; returns False, and forgets nothing, while requests hold some."""
         done = self.scheduler.pool.clear()
+        if done and self.scheduler.states is not None:
+            self.scheduler.states.pool.clear()
         self._publish_events()
         return done
 
+    def keep_pages(self) -> None:
+        """Write the pages that the disk lacks, if it keeps any; any thread may call this before the process ends."""
+        if self._disk is not None:
+            self._disk.flush()
+
     def _advance(self) -> list[RequestDelta]:
+        if self._disk is not None:
+            self._disk.turn()
         deltas = self._stepping.advance()
         if self._publisher is not None:
             self._publish_events()
@@ -430,6 +452,8 @@ class Engine:
         if self._publisher is not None:
             stats.num_kv_event_messages = self._publisher.num_messages
             stats.num_kv_event_drops = self._publisher.num_dropped
+        if self._disk is not None:
+            self._disk.count(stats)
         if any(True for _ in self._adapters):
             stats.running_adapters, stats.waiting_adapters = self.scheduler.adapters_in_use()
         return stats
@@ -451,6 +475,8 @@ class Engine:
         self._outputs.clear()
         if not self._closed:
             self._closed = True
+            if self._disk is not None:
+                self._disk.close()
             if self._publisher is not None:
                 self.reset_prefix_cache()
                 self._publisher.close()
@@ -468,7 +494,12 @@ class Engine:
             settings = parse_speculative(config.speculative_config)
         else:
             settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
-        if settings.method != "off" and "generate" in self.executor.facts.info.tasks:
+        if settings.method != "off" and self.scheduler.states is not None:
+            logger.info(
+                "Layers of this model carry a state, which cannot go back: no tokens are drafted "
+                "(--speculative-config)."
+            )
+        elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
             self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
             self.scheduler.draft_costs = DraftCosts()
 

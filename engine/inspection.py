@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.attention.formats import format_name
 from engine.backends.attention.selection import select
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_bytes
+from engine.disk.opening import check_kv_disk, kv_folder
+from engine.disk.store import used_bytes
 from engine.execution.gpu_choice import GpuFacts, look_at
-from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
+from engine.execution.kv_cache import cache_memory, choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype, resolve
+from engine.execution.state_cache import count_slots, slot_bytes
 from engine.execution.whole_prompts import FlashFacts, look_at_flash
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
@@ -82,6 +86,8 @@ class ModelFacts:
         peak: maximum memory while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory now allow; 0 for an encoder-only model.
         pages: size of these pages.
+        num_states: state slots, of models whose layers carry a state; 0 for others.
+        states: size of these slots.
         max_num_seqs: maximum requests with a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
             0.0 for an encoder-only model.
@@ -120,6 +126,8 @@ class ModelFacts:
     stored: dict[str, int] = field(default_factory=dict)
     hears: bool = False
     no_tokenizer: str = ""
+    num_states: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +143,22 @@ class CacheFacts:
     folder: Path | None
     entries: int = 0
     size: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFacts:
+    """The folder that keeps pages of the KV cache.
+
+    Attributes:
+        limit, used, free: bytes that pages may take and take, and that the disk has left.
+        problem: why none can be kept there; "" if they can.
+    """
+
+    folder: Path
+    limit: int
+    used: int
+    free: int
     problem: str = ""
 
 
@@ -217,11 +241,22 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         resident = held + PROCESS
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
+    slots = states = 0
     limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         shapes = model.kv_shapes()
+        sizes = spec.state_sizes
+        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights))
+        states = (slots + 1) * slot_bytes(sizes) if slots else 0
         num_blocks = count_blocks(
-            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len, reserved=weights
+            config,
+            shapes,
+            max_model_len,
+            cache_dtype,
+            device,
+            max_encoder_len=model.max_encoder_len,
+            reserved=weights,
+            states=states,
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
@@ -238,6 +273,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         peak=peak,
         num_blocks=num_blocks,
         pages=pages,
+        num_states=slots,
+        states=states,
         max_num_seqs=limits.max_num_seqs,
         full_requests=full_requests,
         block_size=config.block_size,
@@ -311,6 +348,27 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
     except OSError as error:
         problem = str(error)
     return CacheFacts(folder=folder, entries=len(sizes), size=sum(sizes), problem=problem)
+
+
+def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
+    """The folder that keeps pages; it is not made.
+
+    Raises:
+        ConfigError: other settings contradict it.
+    """
+    assert config.kv_disk is not None
+    check_kv_disk(config)
+    folder, limit = kv_folder(config.kv_disk), parse_bytes(config.kv_disk_size, "kv_disk_size")
+    problem, used, free = "", 0, 0
+    try:
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            problem = f"{place} cannot be written to"
+        else:
+            used, free = used_bytes(folder), shutil.disk_usage(place).free
+    except OSError as error:
+        problem = str(error)
+    return DiskFacts(folder=folder, limit=limit, used=used, free=free, problem=problem)
 
 
 def inspect_socket_folder() -> Path:

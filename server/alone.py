@@ -37,10 +37,11 @@ def serve_alone(
     """
     with answering_while_loading(listener.socket, settings, model_id) as tell:
         server = _prepare(config, settings, model_id, version, listener, log_format, tell)
-    return _run(server, listener)
+    return run_server(server, listener)
 
 
-def _run(server: LoneServer, listener: Listener) -> int:
+def run_server(server: LoneServer, listener: Listener) -> int:
+    """Serve until a signal; the exit status."""
     from server.serving import end_soon
 
     # Handlers for the time before and after uvicorn's own.

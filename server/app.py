@@ -25,7 +25,7 @@ from server.answering.prompt import MAX_TOKENIZED, Room
 from server.api import documentation, openapi
 from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
-from server.context import Service
+from server.context import Models, Service
 from server.door.auth import AuthMiddleware
 from server.door.drain import Drain, DrainGate
 from server.door.full import Check, FullGate
@@ -40,6 +40,7 @@ from server.door.shedding import MemoryGate
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
+from server.models.using import UseGate
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     adapters,
@@ -59,10 +60,15 @@ from server.routes import (
     live,
     messages,
     models,
+    ollama,
+    ollama_embed,
+    ollama_models,
+    ollama_several,
     operations,
     playground,
     responses,
     scoring,
+    several_models,
     text_embeddings,
     tokenize,
     translate,
@@ -111,6 +117,7 @@ def create_app(
     response_store: ResponseStore | None = None,
     commons: Commons | None = None,
     created: int | None = None,
+    several: Models | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -128,6 +135,8 @@ def create_app(
         commons: the state shared with other processes that answer HTTP (default: there are none); the app's lifespan
             closes it.
         created: the model's creation time in Unix seconds (default: now).
+        several: the models of a service that has several; `client` is then `server.models.engines.AllEngines`, and
+            `commons` must be given.
 
     Raises:
         ConfigError: the file with API keys cannot be read, Redis or tracing cannot be used, answers cannot be stored,
@@ -141,6 +150,7 @@ def create_app(
             watch_event_loop(metrics.event_loop_lag.observe),
             service.memory.watched(lambda: service.drain.num_running),
             response_store.opened() if response_store is not None else nullcontext(),
+            several.opened() if several is not None else nullcontext(),
         ):
             yield
         await client.close()
@@ -177,16 +187,18 @@ def create_app(
                 keys=keys,
                 public_metrics=settings.public_metrics,
                 also_open=playground.open_paths() if settings.enable_playground else (),
+                model=model_id if several is None else None,
             ),
             *traced,
             Middleware(KeyLimitsMiddleware, counts=common.keys, rejected=metrics.rejected),
             Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
-            Middleware(FullGate, checks=full_checks(common, response_store)),
+            Middleware(FullGate, checks={} if several else full_checks(common, response_store)),
             Middleware(
                 BodyLimitMiddleware,
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
-                needed=needed_bodies(client.info),
+                needed={} if several else needed_bodies(client.info),
             ),
+            *([Middleware(UseGate)] if several else []),
         ],
     )
     app.gate = partial(HostGate, settings=settings, keys=bool(keys))
@@ -206,6 +218,7 @@ def create_app(
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,
+        models=several,
     )
     errors.install(app)
     documentation.install(app)
@@ -227,7 +240,7 @@ def create_app(
         fill_mask,
         translate,
         audio,
-        models,
+        models if several is None else several_models,
         operations,
         live,
         tokenize,
@@ -242,12 +255,19 @@ def create_app(
         generate.rendering,
         translate.listing,
         text_embeddings.facts,
+        ollama.router,
+        ollama_embed.router,
+        ollama_models.router,
+        ollama_models.listing if several is None else ollama_several.router,
+        ollama_models.bodies,
     ):
         app.include_router(router)
     if settings.enable_lora_loading is not None:
         app.include_router(adapters.router)
     if settings.enable_playground:
-        app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
+        app.include_router(playground.make_router(feed=settings.enable_cache_map and several is None, key=bool(keys)))
+    else:
+        app.include_router(ollama_models.home)
     return app
 
 
@@ -280,7 +300,7 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
         "/v1/messages/count_tokens",
         "/v1/decisions", "/v1/systemone",
         "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
-        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize",
+        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize", "/api/chat", "/api/generate",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
@@ -299,10 +319,12 @@ def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Chec
         (infill, commons.generating),
         (translate, commons.generating),
         (audio, commons.generating),
+        (ollama, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (cohere, commons.pooling),
         (text_embeddings, commons.pooling),
+        (ollama_embed, commons.pooling),
         (classify, commons.pooling),
         (answer, commons.pooling),
         (entities, commons.pooling),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -29,6 +30,7 @@ from server.gates import Gate, Place
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.requests import RequestMetrics
+from server.models.status import ModelStatus
 from server.response_store import ResponseStore
 
 # Names for the model that clients of single-model servers send: llama.cpp's, text-generation-inference's and others.
@@ -52,6 +54,53 @@ class Followed(Protocol):
 
     async def changed(self) -> None:
         """Wait until there are new events or the answer has ended."""
+
+
+class Models(Protocol):
+    """The models of a service with several; see `server.models`. `server.models.one.models_of` gives a service's."""
+
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """A context in which models are loaded and unloaded."""
+
+    def statuses(self) -> list[ModelStatus]:
+        """All of them, the default one first."""
+
+    def find(self, name: str) -> ModelStatus | None:
+        """The model that a request with this `model` gets: by its name, an alias, or the name of an adapter; None if
+        there is none."""
+
+    async def serve(self, request: Request) -> Service:
+        """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
+        until the request has been answered.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, the API key may not use it; 503, it cannot be loaded, or not in
+                time.
+        """
+
+    async def load(self, name: str) -> ModelStatus:
+        """Load a model, and wait until it serves; one that has failed is tried again.
+
+        Raises:
+            ApiError: 404, there is no such model; 503, it cannot be loaded.
+        """
+
+    async def unload(self, name: str) -> ModelStatus:
+        """Unload a model, if it is loaded.
+
+        Raises:
+            ApiError: 404, there is no such model; 409, requests use it, or it is loading.
+        """
+
+    def keep(self, name: str, seconds: float | None) -> None:
+        """Unload a loaded model when no request has used it for so many seconds, until it is loaded again; None:
+        never, if its memory is not needed."""
+
+    def service_of(self, name: str) -> Service | None:
+        """The service of a loaded model; None if it is not loaded, or there is none of this name."""
+
+    def able(self, endpoint: str) -> list[str]:
+        """The names of the loaded models that serve an endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +130,9 @@ class Service:
         settings: the service's settings.
         created: the model's creation time in Unix seconds.
         version: the service's version.
+        aliases: other names of the model.
+        using: a context in which the model stays loaded, for work that outlives its request.
+        models: the models of a service with several; None if there is one.
     """
 
     client: EngineClient
@@ -105,6 +157,9 @@ class Service:
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
     version: str = "0"
+    aliases: frozenset[str] = frozenset()
+    using: Callable[[], AbstractContextManager[object]] = nullcontext
+    models: Models | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -165,7 +220,7 @@ class Service:
         Raises:
             ApiError: 404, code model_not_found.
         """
-        if model is None or model == self.model_id or model in self.client.adapters:
+        if model is None or model == self.model_id or model in self.client.adapters or model in self.aliases:
             return
         if exactly or self.settings.strict_model_name or model not in ANY_MODEL:
             adapters = f" and the adapters {', '.join(map(shown, self.client.adapters))}" * bool(self.client.adapters)
@@ -217,7 +272,16 @@ async def get_service(request: Request) -> Service:
     """The app's service, as a FastAPI dependency. (A dependency that is not async would run in a thread.)"""
     service = request.app.state.service
     assert isinstance(service, Service)
+    return service if service.models is None else await service.models.serve(request)
+
+
+async def get_house(request: Request) -> Service:
+    """The app's service for requests that no model works for: of a service with several models, it has an engine of
+    none (`server.models.engines`)."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
     return service
 
 
 ServiceDep = Annotated[Service, Depends(get_service)]
+HouseDep = Annotated[Service, Depends(get_house)]

@@ -26,7 +26,7 @@ _LOGGED = (
     "/completions", "/responses", "/messages", "/decisions", "/systemone", "/generate", "/infill",
     "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
     "/entities", "/fill-mask", "/transcriptions", "/translations", "/translate",
-    "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity",
+    "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity", "/api/chat",
 )  # fmt: skip
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SHOWN = 80  # maximum characters of a wrong value that an error message repeats

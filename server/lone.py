@@ -8,7 +8,7 @@ from types import FrameType
 
 from fastapi import FastAPI
 
-from engine.process.client import ProcessEngineClient
+from engine.process.client import EngineClient
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.listening import Listener
@@ -31,7 +31,7 @@ class LoneServer(Server):
     def __init__(
         self,
         app: FastAPI,
-        client: ProcessEngineClient,
+        client: EngineClient,
         drain: Drain,
         listener: Listener,
         model_id: str,

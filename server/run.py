@@ -7,14 +7,18 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine import ConfigError, EngineConfig, default_topic, find_here, read_template
 from engine.host.logs import LogFormat
 from server import logs
-from server.alone import serve_alone
+from server.alone import run_server, serve_alone
 from server.config.settings import ServerSettings
 from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
 from server.facts import served_model_id
+
+if TYPE_CHECKING:
+    from server.models.declared import Declared
 
 logger = logging.getLogger("octavo.server")
 
@@ -24,7 +28,14 @@ _READABLE = (
 )
 
 
-def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes: Sequence[str] = ()) -> int:
+def serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    version: str,
+    *,
+    notes: Sequence[str] = (),
+    several: Sequence[Declared] = (),
+) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if the engine
     crashed too often.
 
@@ -33,6 +44,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
         settings: the service's settings.
         version: version shown in the API's documentation.
         notes: warnings to log first.
+        several: the models, if there are several; `config` is not used then.
 
     Raises:
         StartupError: the address cannot be bound, or the certificate cannot be used.
@@ -45,9 +57,10 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
-    find_here(config.model)  # finds a wrong name before any process starts
-    if config.chat_template is not None:
-        read_template(config.chat_template)
+    for engine in [model.engine for model in several] or [config]:
+        find_here(engine.model)  # finds a wrong name before any process starts
+        if engine.chat_template is not None:
+            read_template(engine.chat_template)
     raise_file_limit()
     # Bound before the model loads, so that a taken port is reported at once.
     with Listener(settings) as listener:
@@ -61,6 +74,10 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
             from server.door.rates import check_storage  # slow to import
 
             check_storage(settings.rate_limit_storage)
+        if several:
+            from server.models.starting import prepare  # slow to import
+
+            return run_server(prepare(several, settings, version, listener, log_format), listener)
         model_id = served_model_id(config.model, settings.served_model_name)
         if model_id in config.adapters:
             raise ConfigError(f"lora_modules has an adapter with the model's own name, {model_id}. Rename it.")

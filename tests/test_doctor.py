@@ -122,6 +122,21 @@ def test_where_quantised_weights_are_kept(tmp_path: Path) -> None:
     assert "quantization cache" not in examine(device="cpu")
 
 
+def test_where_pages_are_kept(tmp_path: Path) -> None:
+    """Looking makes nothing."""
+    folder = tmp_path / "pages"
+    look = {"device": "cpu", "kv_disk": str(folder), "kv_disk_size": "1MiB"}
+    assert examine(**look)["pages on disk"].found == f"{folder}: 0.0 bytes of at most 1.0 MiB"
+    assert not folder.exists()
+    text = warned(examine(**look | {"kv_disk_size": "4000TiB"})["pages on disk"])
+    assert "lower --kv-disk-size" in text
+    text = failed(examine(**look, enable_prefix_caching=False)["pages on disk"])
+    assert "enable_prefix_caching is false" in text
+    folder.write_text("no folder")
+    assert f"{folder} cannot be written to" in failed(examine(**look)["pages on disk"])
+    assert "pages on disk" not in examine(device="cpu")
+
+
 # ---------------------------------------------------------------- torch and the device
 
 

@@ -17,14 +17,14 @@ import torch
 from support import reference
 from support.blocks import numbers
 from support.checkpoints import random_prompt
-from support.driving import Job, logprobs, make_engine, run
-from support.gguf_files import KINDS, library, put, write_file
+from support.driving import Job, finish, logprobs, make_engine, run
+from support.gguf_files import EMBEDDING, KINDS, dense_matrices, library, put, write_file
 from support.native import each_isa, kernels_of
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cli.main import main
-from engine import SamplingParams, quantise_checkpoint
+from engine import PoolingParams, SamplingParams, quantise_checkpoint
 from engine.backends.native import gemm
 from engine.backends.native.gguf import take_q4_k
 from engine.config import EngineConfig
@@ -93,6 +93,27 @@ def test_tokens_are_those_of_transformers(name: str, gguf: Any, tmp_path: Path) 
         ours = {name: tensor for name, tensor in model.state_dict().items() if name in theirs}
         assert len(ours) >= len(model.state_dict()) - 1
         assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+@torch.no_grad()
+def test_vectors_of_a_model_for_texts(gguf: Any, tmp_path: Path) -> None:
+    """EmbeddingGemma: hidden states of tokens that see both sides, pooled, multiplied twice, of length 1."""
+    path = tmp_path / "tiny.gguf"
+    model = write_file(path, EMBEDDING, formats=("Q8_0",))
+    prompts = [random_prompt(EMBEDDING.shape.vocab, seed, length) for seed, length in ((0, 4), (1, 37), (2, 20))]
+    engine = make_engine(path, skip_tokenizer_init=True, quantization="none")
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, PoolingParams())
+    found = finish(engine)
+    engine.close()
+    for number, prompt in enumerate(prompts):
+        wanted = model.model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
+        for matrix in dense_matrices(model.config).values():
+            wanted = matrix @ wanted
+        wanted = wanted / wanted.norm()
+        pooled = found[str(number)].pooled
+        assert pooled is not None
+        assert torch.allclose(torch.tensor(pooled.values()[0]), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -811,6 +811,8 @@ def test_documentation() -> None:
     assert others == {
         "/pooling", "/tokenize", "/detokenize", "/translate", "/languages", "/inference/v1/generate", "/infill",
         "/apply-template",
+        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/pull",
+        "/api/version",
     }, "pages for people are no part of it"  # fmt: skip
     for operation in (
         document["paths"]["/v1/responses"]["post"],

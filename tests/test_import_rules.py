@@ -31,6 +31,7 @@ LAYERS = {
     "engine.text.languages": 4,
     "engine.execution": 4,
     "engine.backends.torch.sampling": 4,
+    "engine.disk": 4,
     "engine.stepping": 5,
     "engine.process.runner": 5,
     "engine.process.kv_events": 5,
@@ -188,6 +189,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.audio.decoding",
         "engine.process.client",
         "engine.process.known",
+        "engine.process.predict",
         "engine.host.children",
         "engine.host.gpus",
         "engine.host.loading",
@@ -354,6 +356,8 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
         "server/answering/pooling.py",
         "server/answering/response_events.py",  # `completed_at`
         "server/app.py",
+        "server/models/served.py",  # when models were loaded and will be unloaded
+        "cli/talking/served.py",
         "server/metrics/info.py",  # when it was started
         "server/processes/service.py",
         "server/tracing/request.py",  # when a span began

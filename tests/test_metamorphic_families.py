@@ -38,6 +38,7 @@ SHAPES = {
     "corrected experts": replace(FAMILY_SHAPES["glm4-moe"], vocab=VOCAB),
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
     "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
+    "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

@@ -104,7 +104,7 @@ def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
     steps = [[p[: len(p) // 2] for p in prompts], [p[len(p) // 2 :] for p in prompts], [[5]] * len(prompts)]
     rows = [row for chunks in steps for row in pages.step(chunks, padding=padding)]
     assert all(row.isfinite().all() for row in rows), "NaN would equal NaN"
-    return rows + [tensor for cache in pages.caches for tensor in (cache.keys, cache.values)]
+    return rows + [tensor for cache in pages.caches for tensor in (cache.keys, cache.values)] + pages.states
 
 
 def both_ways(model: Transformer, padding: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

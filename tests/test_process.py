@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -300,20 +301,30 @@ def config(checkpoint: Callable[[str], Checkpoint]) -> EngineConfig:
     return EngineConfig(model=str(checkpoint("llama-grouped").path), device="cpu", show_progress=False)
 
 
-async def ask(client: EngineClient, request_id: str, max_tokens: int) -> list[RequestDelta]:
+async def ask(
+    client: EngineClient, request_id: str, max_tokens: int, prompt: Sequence[int] = (1, 2, 3)
+) -> list[RequestDelta]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [delta async for delta in client.generate(request_id, [1, 2, 3], params)]
+    return [delta async for delta in client.generate(request_id, list(prompt), params)]
 
 
-def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
+def pages(folder: Path) -> int:
+    """Pages that are kept on disk."""
+    return sum(not path.name.startswith(".") for path in folder.glob("*/*"))
+
+
+def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        client = start_engine(config(checkpoint), QUICK)
+        client = start_engine(replace(config(checkpoint), kv_disk=str(tmp_path / "pages")), QUICK)
         (folder,) = sockets.glob("octavo-ipc-*")
         assert folder.stat().st_mode & 0o777 == 0o700
         assert client.progress.idle
-        first = await ask(client, "one", 5)
+        first = await ask(client, "one", 5, range(40))
         assert client.stats().num_steps > 0
         assert client.progress.idle
+        async with asyncio.timeout(PATIENCE):  # an idle engine writes its pages, so that it may be killed
+            while pages(tmp_path / "pages") < 2:
+                await asyncio.sleep(0.01)
         given_up = asyncio.create_task(client.wait_failed())
         (engine,) = children(os.getpid())
         with stopped(engine):  # it computes nothing any more, and does not say why
@@ -337,8 +348,9 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
             while not client.is_alive:
                 await asyncio.sleep(0.01)
         assert client.num_restarts == 1
-        again = await ask(client, "one", 5)
+        again = await ask(client, "one", 5, range(40))
         assert [delta.choices for delta in again] == [delta.choices for delta in first]
+        assert max(delta.num_cached_tokens for delta in again) == 32
         assert len(list(folder.iterdir())) == 1  # the new engine's socket
 
         (engine,) = children(os.getpid())
@@ -383,11 +395,13 @@ def test_a_restart_that_fails_in_any_way_is_tried_again(
     asyncio.run(scenario())
 
 
-def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
-    client = start_engine(config(checkpoint), QUICK)
+def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path, tmp_path: Path) -> None:
+    client = start_engine(replace(config(checkpoint), kv_disk=str(tmp_path / "pages")), QUICK)
     answers = [asyncio.run(ask(client, "id", 8)) for _ in range(3)]
     assert answers[0][1:] == answers[1][1:] == answers[2][1:]
+    asyncio.run(ask(client, "id", 8, range(40)))
     asyncio.run(client.close())
+    assert pages(tmp_path / "pages") == 2
     assert children(os.getpid()) == []
 
 

@@ -46,7 +46,9 @@ WITHOUT_THE_MODEL = {
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/{response_id}/cancel",
     "/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/render", "/v1/conversations",
     "/v1/conversations/{conversation_id}",
-    "/v1/conversations/{conversation_id}/items", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/conversations/{conversation_id}/items", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load",
+    "/v1/models/unload",
+    "/api/show", "/api/pull", "/api/create", "/api/push", "/api/copy", "/api/blobs/{digest}",
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "serving", "serve a model over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
+        "serving", "serve models over HTTP; without MODEL, the bundled one", f"{__name__}.serve"
     ),
     "run": Command(
         "serving", "serve a model and chat with it in the same terminal", f"{__name__}.run"
@@ -54,6 +54,15 @@ COMMANDS: dict[str, Command] = {
     "chat": Command("talking", "chat with a model in the terminal", f"{__name__}.chat"),
     "complete": Command(
         "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
+    ),
+    "ps": Command(
+        "serving", "list the models of a running service and their states", f"{__name__}.ps"
+    ),
+    "load": Command(
+        "serving", "load a model of a running service with several", f"{__name__}.load"
+    ),
+    "unload": Command(
+        "serving", "unload a model of a running service with several", f"{__name__}.unload"
     ),
     "bench": Command(
         "measuring",

@@ -12,10 +12,17 @@ def parser() -> SettingsParser:
 
 def run(arguments: list[str]) -> int:
     """Check and report; returns 1 if something would prevent the start."""
-    loaded, given = load(parser(), arguments)
+    made = parser()
+    loaded, given = load(made, arguments)
     from cli.doctor import examine, report
+    from engine import ConfigError
+    from server.models.declared import declare
 
     print_notes(loaded)
-    findings = examine(loaded.engine, loaded.settings)
+    try:
+        several = declare(loaded.settings, loaded.named)
+    except ConfigError as problem:
+        made.error(str(problem))
+    findings = examine(loaded.engine, loaded.settings, several)
     print(report(findings, json=given.json))
     return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0

@@ -157,6 +157,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         length = facts.max_model_len + (facts.max_encoder_len or 0)
         shown += [
             ("pages", f"{pages} in {facts.kv_cache_dtype}", facts.num_blocks),
+            *([("states", f"{facts.num_states} slots, {_mebi(facts.states)}", facts.num_states)] * bool(facts.states)),
             ("requests", f"{facts.full_requests:.1f} requests of {length} tokens fit; at most {facts.max_num_seqs} run "
              "at the same time", facts.full_requests),
         ]  # fmt: skip
@@ -167,8 +168,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         )
         shown.append(("at rest", taken, facts.resident))
     shown += [
-        ("memory", f"{_mebi(facts.weights + facts.pages)} for weights and pages; {_mebi(facts.free)} are free",
-         facts.weights + facts.pages),
+        ("memory", f"{_mebi(facts.weights + facts.pages + facts.states)} for weights and pages; "
+         f"{_mebi(facts.free)} are free", facts.weights + facts.pages + facts.states),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
     ]  # fmt: skip

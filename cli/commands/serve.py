@@ -14,13 +14,19 @@ def parser() -> SettingsParser:
 
 def run(arguments: list[str]) -> int:
     """Serve until it is stopped."""
-    loaded, _ = load(parser(), arguments)
-    from engine import OctavoError
+    made = parser()
+    loaded, _ = load(made, arguments)
+    from engine import ConfigError, OctavoError
     from server.door.listening import StartupError
+    from server.models.declared import declare
     from server.run import serve
 
     try:
-        return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes)
+        several = declare(loaded.settings, loaded.named)
+    except ConfigError as problem:
+        made.error(str(problem))
+    try:
+        return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes, several=several)
     except (OctavoError, StartupError) as problem:
         paragraph = " ".join(line.strip() for line in str(problem).splitlines())  # may have several lines
         say("octavo", f"cannot start: {paragraph}")

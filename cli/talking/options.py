@@ -51,9 +51,22 @@ _EARLY: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 def add_place(parser: OneLineParser) -> None:
     """Add flags for the server, or for loading the model."""
+    url = (
+        f"URL of a server. Without URL and MODEL, the server at {default_url()} is used if there is one; otherwise the "
+        "bundled model is loaded."
+    )
+    add_server(parser, url)
+    add_loading(parser)
+
+
+def add_server(parser: OneLineParser, url: str | None = None) -> None:
+    """Add flags for the server and its key.
+
+    Args:
+        url: the help text of --url.
+    """
     group = parser.add_argument_group("server")
-    group.add_argument("--url", metavar="URL", help="URL of a server. Without URL and MODEL, the server at "
-                       f"{default_url()} is used if there is one; otherwise the bundled model is loaded.")  # fmt: skip
+    group.add_argument("--url", metavar="URL", help=url or f"URL of the server [{default_url()}]")
     group.add_argument("--api-key", metavar="KEY", help="API key for the server [first key of OCTAVO_API_KEY]")
     group.add_argument(
         "--timeout",
@@ -62,7 +75,6 @@ def add_place(parser: OneLineParser) -> None:
         metavar="SECONDS",
         help="give up after this many seconds of silence [600]",
     )
-    add_loading(parser)
 
 
 def add_loading(parser: OneLineParser) -> None:

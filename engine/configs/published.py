@@ -84,6 +84,8 @@ def published(config: Any) -> PublishedConfig:
             value = getattr(config, name, None)
         if not name.startswith("_") and not callable(value):
             other[name] = _plain(value)
+    if config.is_heterogeneous:
+        other["layer_overrides"] = _plain(config.to_dict().get("per_layer_config"))
     return PublishedConfig(own, other)
 
 

@@ -33,10 +33,12 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
-         "num_groups", "attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS,
+         "num_groups", "attention_heads", "num_global_key_value_heads",
+         "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
-         "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_top_k", "n_group", "topk_group"), (0, 1 << 16)),
+         "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_top_k", "n_group", "topk_group",
+         "num_shared_experts", "num_dense_layers", "top_k_experts"), (0, 1 << 16)),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "input_embedding_size", "output_embedding_size", "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim",
@@ -44,14 +46,16 @@ COUNTS: dict[str, tuple[int, int]] = {
          "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
          "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "projection_dim", "projection_size",
-         "num_mel_bins", "num_buckets"),
+         "num_mel_bins", "num_buckets", "global_head_dim", "laurel_rank", "prefix_dense_intermediate_size"),
          _FEATURES,
     ),
     "num_channels": (1, 1 << 10),
     "num_rnn_layers": (0, 100),
     "max_width": (1, 1 << 7),
     "max_len": (1, 1 << 13),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"), _IDS),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size",
+         "vocab_size_per_layer_input"), _IDS),
+    "altup_num_inputs": (1, 1 << 6),
     **dict.fromkeys(
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
          "max_seq_len", "original_max_position_embeddings", "max_encoder_position_embeddings",
@@ -65,7 +69,8 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("type_vocab_size", "task_type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size",
          "rotary_dim", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
-         "shared_intermediate_size", "local_radius", "num_random_blocks"), _FROM_ZERO,
+         "shared_intermediate_size", "local_radius", "num_random_blocks", "num_kv_shared_layers",
+         "hidden_size_per_layer_input"), _FROM_ZERO,
     ),
 }  # fmt: skip
 """Integers, and the range of each."""
@@ -142,7 +147,9 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
     named = values.get("architectures")
     if not (named is None or (isinstance(named, list) and all(isinstance(name, str) for name in named))):
         raise ModelLoadError(f"{file}: architectures must be a list of names, got {_shown(named)}.")
-    for name, value in _fields(values):
+    for holder, name, value in _fields(values):
+        if _excused(name, value, holder):
+            continue
         if name in COUNTS:
             low, high = COUNTS[name]
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -166,14 +173,27 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
                 )
 
 
-def _fields(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All names with their values, including those of nested objects. The values come from JSON, so nesting is
+def _excused(name: str, value: Any, holder: Mapping[str, Any]) -> bool:
+    """Whether a setting may be what models of most families forbid, given those beside it."""
+    match name:
+        case "rms_norm_eps":
+            return value is None and holder.get("layer_norm_eps") is not None
+        case "moe_intermediate_size":
+            return value is None and holder.get("enable_moe_block") is False
+        case "intermediate_size" if holder.get("model_type") == "gemma3n_text" and isinstance(value, list):
+            low, high = COUNTS[name]
+            return all(type(each) is int and low <= each <= high for each in value)
+    return False
+
+
+def _fields(values: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """All names with their values and the object that holds them. The values come from JSON, so nesting is
     finite."""
     left: list[Any] = [values]
     while left:
         found = left.pop()
         if isinstance(found, Mapping):
-            yield from found.items()
+            yield from ((found, name, value) for name, value in found.items())
             left += (value for name, value in found.items() if name not in _NAMES_OF_OTHERS)
         elif isinstance(found, list):
             left += found

@@ -29,6 +29,7 @@ class ModelFacts:
         costs: what query-key pairs and logits cost.
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
+        num_states: state slots; 0 if no layer has a state.
     """
 
     info: EngineInfo
@@ -36,6 +37,7 @@ class ModelFacts:
     costs: Costs
     measured: list[tuple[StepWork, float]]
     weights: int
+    num_states: int = 0
 
 
 class Executor(Protocol):

@@ -24,6 +24,7 @@ from engine.scheduling.plan import Int32
 
 if TYPE_CHECKING:
     from engine.backends.triton import copies as gpu_copies
+    from engine.execution.state_cache import StateCache
 
 DEFAULT_CPU_SHARE = 0.25
 DEFAULT_CPU_LIMIT = 4 * 2**30
@@ -56,6 +57,7 @@ class KVCache:
             ConfigError: the memory for them is not there.
         """
         self.block_size = block_size
+        self.states: StateCache | None = None  # beside the pages, of models whose layers have some
         self._paged: list[Paged] = []
         self._copier: PageCopier | None = None
         self._gpu_copier: gpu_copies.PageCopier | None = None
@@ -192,11 +194,12 @@ def count_blocks(
     max_encoder_len: int | None = None,
     reserved: int = 0,
     available: int | None = None,
+    states: int = 0,
 ) -> int:
     """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
     max_model_len tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format;
     `reserved` bytes of the memory that is free now are for other things; `available` are for pages, if that was
-    measured (`engine.execution.profiling`).
+    measured (`engine.execution.profiling`); `states` of the memory for pages are for state slots.
 
     Raises:
         ConfigError: not one page fits.
@@ -205,18 +208,9 @@ def count_blocks(
     useful = config.most_seqs * sum(math.ceil(n / config.block_size) for n in (max_model_len, max_encoder_len or 0))
     if config.num_gpu_blocks_override is not None:
         blocks = min(config.num_gpu_blocks_override, useful)
-        return _within_memory(blocks, size, "--num-gpu-blocks-override", device, reserved)
-    if config.kv_cache_memory is not None:
-        memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
-    elif available is not None:
-        memory, setting = available, "--gpu-memory-utilization"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        memory = int(free - reserved - (1.0 - config.gpu_memory_utilization) * total)
-        setting = "--gpu-memory-utilization"
-    else:
-        memory = min(int(DEFAULT_CPU_SHARE * (available_memory() - reserved)), DEFAULT_CPU_LIMIT)
-        setting = "--kv-cache-memory"
+        return _within_memory(blocks, size, "--num-gpu-blocks-override", device, reserved + states)
+    memory, setting = cache_memory(config, device, reserved=reserved, available=available)
+    memory -= states
     blocks = min(memory // size - 1, useful)  # block 0 takes a page's memory, too
     if blocks < 1:
         raise ConfigError(
@@ -224,7 +218,22 @@ def count_blocks(
             f"{config.block_size} tokens, needs {2 * size}. Raise {setting}, lower --block-size, or use a "
             f"smaller --kv-cache-dtype or a smaller model."
         )
-    return _within_memory(blocks, size, setting, device, reserved)
+    return _within_memory(blocks, size, setting, device, reserved + states)
+
+
+def cache_memory(
+    config: EngineConfig, device: torch.device, *, reserved: int = 0, available: int | None = None
+) -> tuple[int, str]:
+    """Bytes for pages and state slots, and the setting that would raise them; arguments as of `count_blocks`."""
+    if config.kv_cache_memory is not None:
+        return parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
+    if available is not None:
+        return available, "--gpu-memory-utilization"
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(free - reserved - (1.0 - config.gpu_memory_utilization) * total)
+        return memory, "--gpu-memory-utilization"
+    return min(int(DEFAULT_CPU_SHARE * (available_memory() - reserved)), DEFAULT_CPU_LIMIT), "--kv-cache-memory"
 
 
 def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:

@@ -160,7 +160,11 @@ class Decoder(ModelKind):
 
     @property
     def needs(self) -> SequenceNeeds:
-        return SequenceNeeds(window=self.model.spec.attention_span, rotary_shifts=self.model.rotary_shifts)
+        return SequenceNeeds(
+            window=self.model.spec.attention_span,
+            rotary_shifts=self.model.rotary_shifts,
+            state_size=sum(self.model.spec.state_sizes),
+        )
 
     def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
         padded, buffers = max(plan.num_tokens, self.min_rows), self.buffers
@@ -176,6 +180,7 @@ class Decoder(ModelKind):
             min_rows=self.min_rows,
             caches=cache.paged(tables),
             slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
+            states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
             sides=buffers.sides.fill(plan.sides, padded),
         )

@@ -20,10 +20,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cuda_graphs import graph_sizes
 from engine.execution.gpu_choice import another_gpu, holders
-from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
+from engine.execution.kv_cache import KVCache, cache_memory, count_blocks, page_bytes
 from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
 from engine.execution.prompt_graphs import LARGEST, can_record_prompts, token_sizes
 from engine.execution.runner import ModelRunner
+from engine.execution.state_cache import StateCache, count_slots, slot_bytes
 from engine.execution.warmup import score_plan
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import Decoding, Request
@@ -89,8 +90,15 @@ def allocate_pages(
         needs = measure_needs(runner, memory, config.max_num_batched_tokens, max_rows, graphs=graphs)
         available = needs.left(config.gpu_memory_utilization)
         _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows, device)
-    count = count_blocks(config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available)
+    sizes = model.spec.state_sizes
+    slots = count_slots(config, sizes, *cache_memory(config, device, available=available))
+    states = (slots + 1) * slot_bytes(sizes)
+    count = count_blocks(
+        config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available, states=states
+    )
     runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
+    if sizes:
+        runner.cache.states = StateCache(sizes, slots, device)
     if needs is not None:
         logger.info(
             "GPU memory: %s in all; %s used by weights (%s), libraries and other processes; %s for the largest step; "

@@ -16,7 +16,7 @@ from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelLoadError
+from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.execution.adapters import LoadedAdapters
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
@@ -122,6 +122,11 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
         raise ModelLoadError(why)
     hf_config = read(path)
     spec = build_spec(hf_config)
+    if spec.state_sizes and device.type != "cpu":
+        raise UnsupportedModelError(
+            f"Layers with a state ({', '.join(spec.state_kinds)}) have no kernels for GPUs yet. Serve this model with "
+            "--device cpu."
+        )
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)
@@ -247,7 +252,12 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
     facts = ModelFacts(
-        info=info, needs=runner.kind.needs, costs=costs, measured=measured, weights=runner.model.weight_bytes()
+        info=info,
+        needs=runner.kind.needs,
+        costs=costs,
+        measured=measured,
+        weights=runner.model.weight_bytes(),
+        num_states=0 if runner.cache.states is None else runner.cache.states.slots,
     )
     return LocalExecutor(runner, facts)
 

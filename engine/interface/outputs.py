@@ -256,6 +256,9 @@ class EngineStats:
     was known. `num_draft_tokens` counts tokens that were drafted and computed, `num_accepted_draft_tokens` the drafts
     that were right. `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` messages that were not
     sent live.
+    `disk_pages_written`, `disk_pages_read` count pages that moved between memory and `kv_disk`, `disk_pages_dropped`
+    evicted ones that could not be written, `disk_hits` requests that got pages from there, and `disk_errors` damaged
+    files and failed reads and writes; `disk_bytes` are those of all pages in the folder.
     `running_adapters`, `waiting_adapters`: the adapters of running and of waiting requests, sorted.
     `lacks_room`: whether the first waiting request waits for rows or pages, not for its part of a step.
     """
@@ -288,6 +291,12 @@ class EngineStats:
     num_aborted: int = 0
     num_kv_event_messages: int = 0
     num_kv_event_drops: int = 0
+    disk_pages_written: int = 0
+    disk_pages_read: int = 0
+    disk_pages_dropped: int = 0
+    disk_hits: int = 0
+    disk_errors: int = 0
+    disk_bytes: int = 0
     peak_pages_held: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()

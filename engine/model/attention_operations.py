@@ -17,6 +17,7 @@ from engine.model.layers import CrossAttention, DenseFeedForward, QkNorm, SelfAt
 from engine.model.operations import HasRows
 from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
+from engine.model.reading import ReadingAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +116,7 @@ class Attend(HasRows):
 
     READS = ("queries", "kv")
     WRITES = ("out",)
-    module: SelfAttention | CrossAttention | LatentAttention
+    module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention
     queries: Rows
     kv: tuple[Rows, Rows] | None
     out: Rows

@@ -10,10 +10,11 @@ from engine.model import spec
 from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
-from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
+from engine.model.layer_vectors import LayerInputs, LowRankPath
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
@@ -21,6 +22,7 @@ from engine.model.layers import (
     GatedFeedForward,
     Linear,
     SelfAttention,
+    SparseFeedForward,
     XieluFeedForward,
 )
 from engine.model.normalisation import Norm
@@ -28,6 +30,9 @@ from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
+from engine.model.reading import ReadingAttention
+from engine.model.state_layers import build_state_layer
+from engine.model.versions import LayerVersions
 
 
 class Sublayer(nn.Module):
@@ -50,9 +55,21 @@ class Sublayer(nn.Module):
 
 
 class SequentialBlock(nn.Module):
-    """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual."""
+    """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual.
 
-    def __init__(self, block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place):
+    Args:
+        versions: of the stream.
+    """
+
+    def __init__(
+        self,
+        block: spec.Block,
+        hidden_size: int,
+        memory_size: int,
+        backend: AttentionBackend,
+        place: Place,
+        versions: spec.Versions | None = None,
+    ):
         super().__init__()
         norms: dict[str, tuple[Norm | None, Norm | None, Norm | None]]
         match block.placement:
@@ -64,20 +81,26 @@ class SequentialBlock(nn.Module):
                 norms = {"outer": (attention, cross, ffn)}
             case spec.AfterSublayer(attention, ffn):
                 norms = {"after": (attention, None, ffn)}
-            case spec.Sandwich(before_attention, after_attention, before_ffn, after_ffn):
-                norms = {"before": (before_attention, None, before_ffn), "after": (after_attention, None, after_ffn)}
+            case spec.Sandwich() as own:
+                norms = {
+                    "before": (own.before_attention, own.before_cross, own.before_ffn),
+                    "after": (own.after_attention, own.after_cross, own.after_ffn),
+                }
             case _:
                 raise UnsupportedModelError(f"A {type(block.placement).__name__} block is not sequential.")
         attention_norms, cross_norms, ffn_norms = (
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
-        own = build_attention(block, hidden_size, backend, place)
-        self.attention = Sublayer(own, **attention_norms)
+        self.attention = Sublayer(build_attention(block, hidden_size, backend, place), **attention_norms)
+        self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
         if block.cross is not None:
             inner = CrossAttention(block.cross, hidden_size, memory_size, backend, place)
             self.cross = Sublayer(inner, **cross_norms)
         self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
+        self.versions = None if versions is None else LayerVersions(versions, hidden_size, place)
+        self.input = None if block.input is None else LayerInputs(block.input, hidden_size, place)
+        self.factor = place.parameter(1) if block.factor else None
 
 
 class ParallelBlock(nn.Module):
@@ -132,11 +155,15 @@ class ConvolvedBlock(nn.Module):
 
 def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
     """The module of a block's attention to its own tokens, or the module that mixes them instead."""
+    if isinstance(block.mixing, spec.StateLayer):
+        return build_state_layer(block.mixing, hidden_size, place)
     if block.mixing is not None:
         return FourierMixing()
     part = block.attention
     if part.latent is not None:
         return LatentAttention(part, part.latent, hidden_size, backend, place)
+    if part.reads is not None:
+        return ReadingAttention(part, hidden_size, backend, place)
     kind: type[SelfAttention] = SelfAttention if part.global_tokens is None else GlobalAttention
     if part.block_sums is not None:
         kind = BlockSumAttention
@@ -162,18 +189,31 @@ def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -
             return ExpertsFeedForward(part, hidden_size, place)
         case spec.Shared():
             return SharedExperts(part, hidden_size, place)
+        case spec.SparselyGated():
+            return SparseFeedForward(part, hidden_size, place)
+        case spec.NormedSum():
+            return NormedExperts(part, hidden_size, place)
 
 
 def build_block(
-    block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place
+    block: spec.Block,
+    hidden_size: int,
+    memory_size: int,
+    backend: AttentionBackend,
+    place: Place,
+    versions: spec.Versions | None = None,
 ) -> nn.Module:
     """The module of one layer.
 
     Args:
         memory_size: features of the encoder's hidden states, for a block that attends to them.
+        versions: of the stream.
     """
     if block.bottleneck is not None:
         return BottleneckBlock(block, hidden_size, backend, place)
-    kind = ParallelBlock if isinstance(block.placement, spec.Parallel) else SequentialBlock
-    layer = kind(block, hidden_size, memory_size, backend, place)
+    layer: nn.Module
+    if isinstance(block.placement, spec.Parallel):
+        layer = ParallelBlock(block, hidden_size, memory_size, backend, place)
+    else:
+        layer = SequentialBlock(block, hidden_size, memory_size, backend, place, versions)
     return layer if block.beside is None else ConvolvedBlock(layer, block.beside, hidden_size, place)

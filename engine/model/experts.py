@@ -16,6 +16,7 @@ from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
+from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Held, device_product, on_device
@@ -110,19 +111,30 @@ class ExpertsFeedForward(nn.Module):
         self.activation = "clamped" if isinstance(part.expert, spec.Clamped) else part.expert.activation
         if isinstance(part.routing, spec.Corrected):
             self.correction = replace(place, dtype=torch.float32).parameter(part.count)
+        if isinstance(part.routing, spec.Rescaled):
+            self.factors = replace(place, dtype=torch.float32).parameter(part.count)
 
-    def forward(self, x: Tensor, tokens: int, min_rows: int = 1, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: int,
+        min_rows: int = 1,
+        starts: Tensor | None = None,
+        judged: Tensor | None = None,
+    ) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; rows past `tokens` are padding, which goes to no expert and gives zeros.
 
         Args:
             starts: [R + 1] where the tokens of each input begin, and the end; None: all belong to one input.
+            judged: [Tp, hidden] what the router reads; None: x.
         """
+        judged = x if judged is None else judged
         if gpu.serves(x.device) and self.up.packed is None:
-            return self.mix(x, tokens, starts)
+            return self.mix(x, tokens, starts, judged)
         out = torch.zeros_like(x)
         if not tokens:
             return out
-        weights, chosen = self._admitted(x, tokens, starts)
+        weights, chosen = self._admitted(judged, tokens, starts)
         chosen, places = chosen.sort(dim=-1)
         weights = weights.gather(-1, places)
         rows, sizes, slots = self.group(chosen, min_rows)
@@ -143,8 +155,9 @@ class ExpertsFeedForward(nn.Module):
             out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
         return out
 
-    def mix(self, x: Tensor, tokens: int, starts: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, tokens: int, starts: Tensor | None = None, judged: Tensor | None = None) -> Tensor:
         """The same with kernels that do not read from the device how many tokens an expert has."""
+        judged = x if judged is None else judged
         from engine.backends.triton import experts
 
         how: dict[str, Any] = {"tokens": tokens, "activation": self.activation, "gated": self.gated}
@@ -155,8 +168,8 @@ class ExpertsFeedForward(nn.Module):
         matrices = self.up.held, self.down.held
         part = self.part
         if isinstance(part.routing, spec.Likeliest) and part.capacity is None:
-            return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
-        weights, chosen = self._admitted(x, tokens, starts)
+            return experts.mix(x, self.router(judged), *matrices, active=part.active, normalize=part.normalize, **how)
+        weights, chosen = self._admitted(judged, tokens, starts)
         chosen, places = chosen.sort(dim=-1)
         weights, chosen = weights.gather(-1, places), chosen.int()
         if not isinstance(part.routing, spec.ScaledInput):
@@ -196,11 +209,16 @@ class ExpertsFeedForward(nn.Module):
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights, chosen
+            case spec.Rescaled():
+                weights, chosen = _best(self.router(x).float().softmax(dim=-1), self.part.active)
+                return weights / weights.sum(dim=-1, keepdim=True) * self.factors[chosen], chosen
             case spec.Corrected() as routing:
                 return self._corrected(x, routing)
             case spec.GroupLimited() as routing:
                 scores = self._logits(x).softmax(dim=-1)
-                weights, chosen = _best(_open(scores, routing.groups, routing.open_groups, 1), self.part.active)
+                weights, chosen = _best(
+                    _open(scores, routing.groups, routing.open_groups, routing.leaders), self.part.active
+                )
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights * routing.scale, chosen
@@ -237,7 +255,7 @@ class ExpertsFeedForward(nn.Module):
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
+            weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least) + routing.added)
         return weights * routing.scale, chosen
 
     def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
@@ -329,3 +347,15 @@ class SharedExperts(nn.Module):
                 self.always = OpenedFeedForward(part.always, hidden_size, place)
             case spec.Gated():
                 self.always = GatedFeedForward(part.always, hidden_size, place)
+
+
+class NormedExperts(nn.Module):
+    """The weights of first(always(x)) + second(routed(before(stream))), where the router reads judged(stream)."""
+
+    def __init__(self, part: spec.NormedSum, hidden_size: int, place: Place):
+        super().__init__()
+        self.always = GatedFeedForward(part.always, hidden_size, place)
+        self.routed = ExpertsFeedForward(part.routed, hidden_size, place)
+        self.before, self.judged, self.first, self.second = (
+            build_norm(part.norm, hidden_size, place) for _ in range(4)
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Paged
+from engine.backends.states import States
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 
@@ -33,6 +34,7 @@ class Inputs:
             (`engine.execution.invariance`).
         caches: the pages of each decoder layer; None for an encoder alone.
         slots: [T] int64 slots of the new tokens' K and V in the flattened pages; None: executors compute them.
+        states: of layers that carry one from token to token; None: rows begin with zeros, and leave nothing.
         cross: the location of the encoder's K and V for each row, for decoders that attend to an encoder.
         sides: [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing
             side has its default for all.
@@ -50,6 +52,7 @@ class Inputs:
     min_rows: int = 1
     caches: Sequence[Paged] | None = None
     slots: Tensor | None = None
+    states: States | None = None
     cross: CrossPages | None = None
     sides: Mapping[str, Tensor] = field(default_factory=dict)
     form: RowForm = LIBRARY

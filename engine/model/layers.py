@@ -142,7 +142,8 @@ class Linear(nn.Module):
 
 
 class QkNorm(nn.Module):
-    """Norms of queries and keys, each over a head's features or over all heads' at once, before or after rotation."""
+    """Norms of queries and keys, each over a head's features or over all heads' at once, before or after rotation; and
+    of values, over a head's features."""
 
     def __init__(self, part: spec.Attention, norm: spec.QkNorm, place: Place):
         super().__init__()
@@ -153,15 +154,17 @@ class QkNorm(nn.Module):
         counts = (part.heads, part.kv_heads)
         sizes = [n * part.head_dim if self.whole else part.head_dim for n in counts]
         self.queries, self.keys = (
-            build_norm(norm.norm, size, place, rows=n if self.own else 1) for n, size in zip(counts, sizes, strict=True)
+            build_norm(norm.norm if n else None, size, place, rows=n if self.own else 1)
+            for n, size in zip(counts, sizes, strict=True)
         )
+        self.values = build_norm(part.value_norm, part.head_dim, place)
 
     def forward(self, heads: Tensor) -> Tensor:
         """[T, heads + kv_heads, head_dim], queries first, to the same."""
         normed = []
         for norm, x in zip((self.queries, self.keys), heads.tensor_split(self.split, dim=1), strict=True):
-            assert norm is not None
-            normed.append(norm(x.flatten(1)).view(x.shape) if self.whole else norm(x))
+            if norm is not None:
+                normed.append(norm(x.flatten(1)).view(x.shape) if self.whole else norm(x))
         return torch.cat(normed, dim=1)
 
 
@@ -209,6 +212,10 @@ class SelfAttention(nn.Module):
         attended = part.heads * part.head_dim
         self.spans = None if part.spans is None else SpanConvolution(part, part.spans, hidden_size, place)
         self.out = Linear(attended if self.spans is None else 2 * attended, hidden_size, part.out_bias, place)
+        self.gate = None
+        if part.gate is not None:
+            openings = part.heads if part.gate.per_head else attended
+            self.gate = Linear(hidden_size, openings, False, place)
         self.sinks = None if part.sinks is None else replace(place, dtype=torch.float32).parameter(part.heads)
         self.distance_bias = None
         if isinstance(part.position, RelativeBuckets):
@@ -270,6 +277,16 @@ class GatedFeedForward(nn.Module):
         self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
+
+
+class SparseFeedForward(nn.Module):
+    """The weights of a gated network that keeps its largest gates; gate and up are one matrix, gate's rows first."""
+
+    def __init__(self, part: spec.SparselyGated, hidden_size: int, place: Place):
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * part.width, False, place)
+        self.down = Linear(part.width, hidden_size, False, place)
+        self.part = part
 
 
 class FourierMixing(nn.Module):

@@ -35,6 +35,7 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.append(f"activation {head}")
     for stack in (model.encoder, model.decoder):
         if stack is not None:
+            missing.extend(_unsupported_layers(stack, paged=stack is model.decoder))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
             if stack.predicting is not None or any(part.query_bias for part in stack.attentions):
@@ -66,11 +67,16 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     missing = ["layers of the same weights in a decoder"] if stack.repeated is not None else []
+    if not stack.attentions:
+        missing.append("a decoder without attention")
     for block in stack.blocks:
         if block.bottleneck is not None:
             missing.append("a bottleneck in a decoder")
         if block.mixing is not None:
-            missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.mixing, spec.StateLayer):
+                missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            if not isinstance(block.placement, spec.Pre) or has_encoder:
+                missing.append("a state in layers of another kind")
             continue
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")
@@ -96,6 +102,34 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     return missing
 
 
+def _unsupported_layers(stack: spec.Stack, *, paged: bool) -> list[str]:
+    """What is missing of layers that read more than the stream, or keys of others."""
+    reading = [block.attention.reads is not None for block in stack.blocks]
+    sources = [(part, stack.blocks[part.reads].attention) for part in stack.attentions if part.reads is not None]
+    shapes = [(part.kv_heads, part.head_dim) == (own.kv_heads, own.head_dim) for part, own in sources]
+    sequential = all(not isinstance(block.placement, spec.Parallel) for block in stack.blocks)
+    inputs = [block.input for block in stack.blocks]
+    widths = {part.width for part in inputs if part is not None}
+    vectors = stack.layer_vectors
+    found = {
+        "keys of other layers outside a decoder": any(reading) and not paged,
+        # Layers are numbered as their pages are.
+        "layers that read keys of others before some that have their own": reading != sorted(reading),
+        "keys of another shape than those of the layer that reads them": not all(shapes),
+        "norms of values outside a decoder": not paged
+        and any(part.value_norm is not None for part in stack.attentions),
+        "layers that read vectors which the stack does not make": widths != ({vectors.width} if vectors else set()),
+        "vectors of layers beside parallel sublayers": bool(widths) and not sequential,
+        "factors of layers beside parallel sublayers": any(block.factor for block in stack.blocks) and not sequential,
+        "several versions of an encoder's stream": stack.versions is not None and not paged,
+        "low-rank paths beside one version of the stream": stack.versions is None
+        and any(block.low_rank is not None for block in stack.blocks),
+        "factors of layers beside several versions of the stream": stack.versions is not None
+        and any(block.factor for block in stack.blocks),
+    }
+    return [name for name, present in found.items() if present]
+
+
 def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
     ends = (stack.final_norm, stack.projection, stack.shared_bias, stack.repeated)
     tokens = stack.embedding
@@ -119,7 +153,8 @@ def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
 
 def _is_bucketed(part: spec.Attention) -> bool:
     """Whether attention has buckets of queries, and nothing beside its heads that their module does not support."""
-    beside = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    parts = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    beside = (*parts, part.gate)
     return part.query_bias and beside == (None,) * len(beside)
 
 
@@ -134,6 +169,7 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with limits of its projections": cross.clip is not None,
         "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
+        "with a gate": cross.gate is not None,
         "with global tokens": cross.global_tokens is not None,
         "with sums of blocks": cross.block_sums is not None,
         "to some blocks": cross.blocks is not None,
@@ -148,9 +184,9 @@ def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
         f"with positions other than {Rotary.__name__}": part.position is not None
         and not isinstance(part.position, Rotary),
         "with norms of queries and keys": part.qk_norm is not None,
-        "with a temperature": part.temperature is not None,
         "with limits of its projections": part.clip is not None,
         "with sinks": part.sinks is not None,
+        "with a gate": part.gate is not None,
     }
     return [f"latent attention {name}" for name, present in found.items() if present]
 
@@ -160,6 +196,8 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     routed = experts_of(ffn)
     network = ffn if routed is None else routed.expert
     assert not isinstance(network, spec.Experts | spec.Shared)
+    if isinstance(network, spec.NormedSum):
+        network = network.always
     activation = None if isinstance(network, spec.Clamped | spec.Xielu) else network.activation
     found = {
         f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
@@ -170,14 +208,15 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         "vectors beside tokens in layers of another kind": attention.stream is not None
         and not (isinstance(block.placement, spec.Pre) and isinstance(ffn, spec.Dense)),
         "cross-attention between these norms": block.cross is not None
-        and not isinstance(block.placement, spec.Pre | spec.Post),
+        and not isinstance(block.placement, spec.Pre | spec.Post)
+        and getattr(block.placement, "before_cross", None) is None,
     }
     return [name for name, present in found.items() if present]
 
 
 def experts_of(ffn: spec.FeedForward) -> spec.Experts | None:
     """The experts of a feed-forward network; None if there are none."""
-    routed = ffn.routed if isinstance(ffn, spec.Shared) else ffn
+    routed = ffn.routed if isinstance(ffn, spec.Shared | spec.NormedSum) else ffn
     return routed if isinstance(routed, spec.Experts) else None
 
 

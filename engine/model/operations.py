@@ -6,7 +6,7 @@ Rows are in buffers, one row per token. An operation may overwrite its input onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -156,14 +156,26 @@ class Open(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixExperts(HasRows):
-    """out = the results of each token's experts for x."""
+class OpenHeads(HasRows):
+    """x = function(opening) * x, where an opening has a number of each feature, or of each head."""
 
-    READS = ("x",)
+    READS = ("x", "opening")
+    WRITES = ("x",)
+    function: Literal["sigmoid", "softplus"]
+    opening: Rows
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixExperts(HasRows):
+    """out = the results of each token's experts for x; they are chosen by `judged`, or by x as well."""
+
+    READS = ("x", "judged")
     WRITES = ("out",)
     module: ExpertsFeedForward
     x: Rows
     out: Rows
+    judged: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from engine.model.spec import (
     Experts,
     FeedForward,
     ModelSpec,
+    NormedSum,
     Opened,
     Shared,
     Stack,
@@ -73,13 +74,18 @@ def _of_attention(part: Attention, features: int) -> int:
         expanded = part.heads * width * (part.latent.content + part.latent.values)
         return made + features * part.head_dim + expanded + part.heads * part.latent.values * features
     scores = features * part.position.buckets * part.heads if isinstance(part.position, QueryBuckets) else 0
-    return taps + scores + features * part.head_dim * 2 * (part.heads + part.kv_heads)
+    if part.reads is not None:
+        return features * part.head_dim * 2 * part.heads
+    keys = part.kv_heads if part.one_for_both else 2 * part.kv_heads
+    return taps + scores + features * part.head_dim * (2 * part.heads + keys)
 
 
 def _of_ffn(part: FeedForward | Clamped, features: int) -> int:
     if isinstance(part, Shared):
         always = part.always.inner if isinstance(part.always, Opened) else part.always
         return _of_ffn(part.routed, features) + _of_ffn(always, features)
+    if isinstance(part, NormedSum):
+        return _of_ffn(part.routed, features) + _of_ffn(part.always, features)
     if isinstance(part, Experts):
         return part.count * _of_ffn(part.expert, features)
     return features * part.width * (2 if isinstance(part, Dense) else 3)

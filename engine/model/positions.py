@@ -58,6 +58,15 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareScaling:
+    """Rotary frequencies as those of a whole head, divided by `factor`; only the first `turning` pairs of features turn
+    (Gemma 4)."""
+
+    turning: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class BandScaling:
     """Rotary frequencies divided by `factor` below a band, kept above it, blended inside it (Llama 3.1).
 
@@ -122,7 +131,7 @@ class LongScaling:
     attention_factor: float
 
 
-Scaling = LinearScaling | BandScaling | DynamicScaling | YarnScaling | LongScaling
+Scaling = LinearScaling | ShareScaling | BandScaling | DynamicScaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +244,16 @@ class DistanceVectors:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / every)), so that softmax does not
-    flatten as the number of keys grows (arXiv:2501.19399)."""
+    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first) / every)), so that softmax does
+    not flatten as the number of keys grows (arXiv:2501.19399).
+
+    Attributes:
+        first: the number of the first position, 0 or 1.
+    """
 
     growth: float
     every: float
+    first: int = 1
 
 
 AttentionPosition = Rotary | RelativeBuckets | QueryBuckets | Slopes | TwoSidedSlopes | RoundedSlopes | Disentangled

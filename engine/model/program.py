@@ -33,10 +33,21 @@ from engine.model.attention_operations import (
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import Embedding, TokenEmbedding
-from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
+from engine.model.layer_operations import (
+    ActivateSparsely,
+    AddToVersions,
+    CorrectVersions,
+    EmbedLayers,
+    ExpandVersions,
+    MergeVersions,
+    MultiplyAll,
+    PredictVersions,
+)
+from engine.model.layer_vectors import LayerEmbedding, LayerInputs, LowRankPath
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
@@ -46,6 +57,7 @@ from engine.model.layers import (
     OpenedFeedForward,
     SelfAttention,
     SpanConvolution,
+    SparseFeedForward,
     XieluFeedForward,
 )
 from engine.model.operations import (
@@ -64,15 +76,28 @@ from engine.model.operations import (
     Multiply,
     Normalize,
     Open,
+    OpenHeads,
     Scale,
     Take,
     TransformFourier,
     WeighTaps,
 )
 from engine.model.query_buckets import BucketedAttention
+from engine.model.reading import ReadingAttention
+from engine.model.state_layers import GatedConvolution, StateModule
+from engine.model.state_operations import Convolve
+from engine.model.versions import LayerVersions, VersionEnds
 
 Operation = (
     Embed
+    | EmbedLayers
+    | MultiplyAll
+    | ActivateSparsely
+    | ExpandVersions
+    | PredictVersions
+    | CorrectVersions
+    | AddToVersions
+    | MergeVersions
     | EmbedAhead
     | Take
     | Normalize
@@ -95,6 +120,7 @@ Operation = (
     | Activate
     | ActivateXielu
     | Open
+    | OpenHeads
     | MixExperts
     | GatherNeighbours
     | WeighTaps
@@ -103,6 +129,7 @@ Operation = (
     | Concatenate
     | Scale
     | Add
+    | Convolve
 )
 
 
@@ -145,6 +172,8 @@ def compile_stack(
     readers: Sequence[CrossAttention | None] = (),
     beside: nn.Parameter | None = None,
     predicting: nn.Parameter | None = None,
+    layer_vectors: LayerEmbedding | None = None,
+    versions: VersionEnds | None = None,
 ) -> Program:
     """The program of a stack.
 
@@ -154,6 +183,8 @@ def compile_stack(
         readers: the attentions of a decoder's layers that attend to the result of this stack, an encoder.
         beside: vectors that pass through the layers beside the tokens.
         predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
+        layer_vectors: what makes the vectors that layers read beside the stream.
+        versions: what makes the versions of the stream.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
@@ -163,8 +194,21 @@ def compile_stack(
         assert isinstance(embedding, TokenEmbedding)
         builder.ahead = builder.rows("stream ahead", hidden_size)
         builder.add(EmbedAhead(embedding, predicting, builder.ahead))
-    for layer, block in enumerate(blocks):
-        builder.block(block, layer)
+    if layer_vectors is not None:
+        builder.embed_layers(layer_vectors)
+    if versions is not None:
+        builder.versions = builder.rows("versions", versions.part.count * hidden_size)
+        builder.add(ExpandVersions(versions, builder.stream, builder.versions))
+    pages = states = 0  # layers have either
+    for block in blocks:
+        if isinstance(block, SequentialBlock) and isinstance(block.attention.inner, StateModule):
+            builder.block(block, states)
+            states += 1
+        else:
+            builder.block(block, pages)
+            pages += 1
+    if versions is not None and builder.versions is not None:
+        builder.add(MergeVersions(versions, builder.versions, builder.stream))
     result = builder.ahead or builder.normed(final_norm)
     if projection is not None:
         result = builder.product(projection, result, "projected")
@@ -210,6 +254,8 @@ class Builder:
         self._pending: Rows | None = None  # addends that the stream still lacks
         self.stream = self.rows("stream", hidden_size)
         self.ahead: Rows | None = None  # the stream of next tokens
+        self.layer_vectors: Rows | None = None  # all of a token's, side by side
+        self.versions: Rows | None = None  # of the stream, side by side
 
     def add(self, operation: Operation) -> None:
         """Add an operation."""
@@ -238,11 +284,17 @@ class Builder:
                 self._bottleneck(block, layer)
             case ParallelBlock():
                 self._parallel(block, layer)
+            case SequentialBlock(versions=LayerVersions() as versions):
+                self._versions(block, versions, layer)
             case SequentialBlock():
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
                         self.sublayer(sublayer, layer)
                         self._sublayer_ahead(sublayer, layer)
+                if block.input is not None:
+                    self._pending = self._layer_input(block.input, self.normed(None), layer)
+                if block.factor is not None:
+                    self.add(MultiplyAll(block.factor, self.normed(None)))
                 if isinstance(block.attention.inner, StreamAttention):
                     assert isinstance(block.ffn.inner, DenseFeedForward)
                     self.add(FeedBeside(block.ffn.before, block.ffn.inner))
@@ -259,6 +311,55 @@ class Builder:
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def embed_layers(self, module: LayerEmbedding) -> None:
+        """Add the vectors that layers read beside the stream."""
+        self.layer_vectors = self.rows("layer vectors", module.layers * module.width)
+        parts = tuple(self.layer_vectors.part(i * module.width, module.width) for i in range(module.layers))
+        self.add(EmbedLayers(module, self.stream, parts))
+
+    def _layer_input(self, module: LayerInputs, x: Rows, layer: int) -> Rows:
+        """norm(projection(activation(gate(x)) * own)), own being the layer's vector."""
+        assert self.layer_vectors is not None
+        gate = self.product(module.gate, x, "gate of layer vector")
+        hidden = self.rows("layer vector", gate.width)
+        self.add(Activate(module.activation, gate, hidden, False))
+        self.add(Scale(hidden, self.layer_vectors.part(layer * gate.width, gate.width), hidden))
+        out = self.product(module.projection, hidden, "layer input")
+        normed = self.rows("normed layer input", out.width)
+        assert module.norm is not None
+        self.add(Normalize(module.norm, out, normed))
+        return normed
+
+    def _versions(self, block: SequentialBlock, versions: LayerVersions, layer: int) -> None:
+        """A layer on the active version of the stream, which predicts all of them before, and corrects them after."""
+        assert self.versions is not None
+        self.add(PredictVersions(versions, self.versions, self.stream))
+        if block.low_rank is None:
+            self.sublayer(block.attention, layer)
+        else:
+            self._beside_low_rank(block.attention, block.low_rank, layer)
+        self.sublayer(block.ffn, layer)
+        read = self.rows("read of versions", self.stream.width)
+        self.add(CorrectVersions(versions, self.versions, self.normed(None), read))
+        if block.input is not None:
+            given = self._layer_input(block.input, read, layer)
+            self.add(AddToVersions(versions, self.versions, given))
+
+    def _beside_low_rank(self, part: Sublayer, path: LowRankPath, layer: int) -> None:
+        """(x + after(attention(y)) + y + norm(right(left(y)))) / root of 2 of y = before(x)."""
+        y = self.normed(part.before)
+        low = self.product(path.right, self.product(path.left, y, "low rank"), "low-rank path")
+        beside = self.rows("beside attention", y.width)
+        assert path.norm is not None
+        self.add(Normalize(path.norm, low, beside))
+        self.add(Add(y, beside, beside))
+        attended = self._inner(part.inner, y, "sublayer", layer)
+        if part.after is not None:
+            self.add(Normalize(part.after, attended, attended))
+        self.add(Add(self.stream, attended, self.stream))
+        self.add(Add(self.stream, beside, self.stream))
+        self.add(MultiplyAll(2.0**-0.5, self.stream))
 
     def _sublayer_ahead(self, part: Sublayer, layer: int) -> None:
         """The same for next tokens, if there is a stream of them; the keys that they see are in the pages by now."""
@@ -347,6 +448,10 @@ class Builder:
                 out = self.rows(name, x.width)
                 self.add(TransformFourier(x, out))
                 return out
+            case GatedConvolution():
+                return self._gated_convolution(module, x, name, layer)
+            case ReadingAttention():
+                return self._reading_attention(module, x, name)
             case LatentAttention():
                 return self._latent_attention(module, x, name, layer)
             case CrossAttention():
@@ -366,6 +471,13 @@ class Builder:
                 self.add(MixExperts(module, x, out))
                 self.add(AllReduce(out))
                 return out
+            case SparseFeedForward():
+                wide = self.product(module.gate_up, x, "wide")
+                hidden = self.rows("hidden", module.down.inputs)
+                self.add(ActivateSparsely(module.part.activation, module.part.cutoff, wide, hidden))
+                return self._reduced(module.down, hidden, name)
+            case NormedExperts():
+                return self._normed_experts(module, x, name)
             case SharedExperts():
                 out = self._inner(module.routed, x, name, layer)
                 self.add(Add(out, self._inner(module.always, x, f"{name} of all", layer), out))
@@ -412,6 +524,9 @@ class Builder:
             both = self.rows("attended and convolved", attended.width + convolved.width)
             self.add(Concatenate(attended, convolved, both))
             attended = both
+        if module.gate is not None and module.part.gate is not None:
+            opening = self.product(module.gate, x, "openings of heads")
+            self.add(OpenHeads(module.part.gate.function, opening, attended))
         return self._reduced(module.out, attended, name)
 
     def _bucketed_attention(self, module: BucketedAttention, x: Rows, name: str, layer: int) -> Rows:
@@ -441,6 +556,34 @@ class Builder:
         self.add(MixTaps(module, scores, windows, out))
         return out
 
+    def _normed_experts(self, module: NormedExperts, x: Rows, name: str) -> Rows:
+        read, judged = (self.rows(f"{kind} of stream", x.width) for kind in ("norm", "judged"))
+        first, second = self.rows(name, x.width), self.rows("normed experts", x.width)
+        norms = (module.before, module.judged, module.first, module.second)
+        before, of_router, after_first, after_second = norms
+        assert before is not None
+        assert of_router is not None
+        assert after_first is not None
+        assert after_second is not None
+        fed = self._feed_forward(module.always, x, "network beside experts")
+        self.add(Normalize(after_first, fed, first))
+        self.add(Normalize(before, self.stream, read))
+        self.add(Normalize(of_router, self.stream, judged))
+        mixed = self.rows("experts", x.width)
+        self.add(MixExperts(module.routed, read, mixed, judged))
+        self.add(AllReduce(mixed))
+        self.add(Normalize(after_second, mixed, second))
+        self.add(Add(first, second, first))
+        return first
+
+    def _reading_attention(self, module: ReadingAttention, x: Rows, name: str) -> Rows:
+        """Attention of own queries to keys and values in the pages of an earlier layer."""
+        queries = self.product(module.queries, x, "queries")
+        self.add(PrepareHeads(module.own, module.qk_norm, queries, None))
+        attended = self.rows("attended", queries.width)
+        self.add(Attend(module, queries, None, attended, module.part.reads))
+        return self._reduced(module.out, attended, name)
+
     def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
         part, source = module.part, x
         if module.query_latent is not None and module.query_norm is not None:
@@ -451,11 +594,19 @@ class Builder:
         latent = self.product(module.latent, x, "latent")
         prepared = self.rows("heads", part.heads * part.head_dim)
         self.add(PrepareLatent(module, queries, latent, prepared, layer))
+        if part.temperature is not None:
+            self.add(Temper(part.temperature, prepared))
         attended = self.rows("attended", prepared.width)
         self.add(Attend(module, prepared, None, attended, layer))
         expanded = self.rows("expanded", module.out.inputs)
         self.add(ExpandLatent(module, attended, expanded))
         return self._reduced(module.out, expanded, name)
+
+    def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str, layer: int) -> Rows:
+        width = module.convolution.width
+        entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
+        self.add(Convolve(module.convolution, entered, out, layer))
+        return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

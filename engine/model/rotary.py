@@ -15,6 +15,7 @@ from engine.model.positions import (
     LinearScaling,
     LongScaling,
     Rotary,
+    ShareScaling,
     YarnScaling,
 )
 
@@ -40,6 +41,10 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
             return frequencies
         case LinearScaling(factor):
             return frequencies / factor
+        case ShareScaling(turning, factor):
+            turned = frequencies / factor
+            turned[turning:] = 0.0
+            return turned
         case BandScaling(factor, low, high, original):
             wavelengths = 2 * math.pi / frequencies
             # 0 for a wave so long that it is stretched, 1 if it is kept, blended between.

@@ -16,6 +16,7 @@ from engine.model.distances import DistanceTable
 from engine.model.embedding import TokenEmbedding, build_embedding
 from engine.model.executor import Executor, fastest
 from engine.model.inputs import Inputs
+from engine.model.layer_vectors import LayerEmbedding
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
 from engine.model.packing import on_gpu
@@ -24,6 +25,7 @@ from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slo
 from engine.model.program import Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
+from engine.model.versions import VersionEnds
 
 
 class TransformerStack(nn.Module):
@@ -54,9 +56,13 @@ class TransformerStack(nn.Module):
         super().__init__()
         self.embedding = build_embedding(stack.embedding, place, shared=tokens)
         self.blocks = nn.ModuleList(
-            build_block(block, stack.hidden_size, memory_size, backend, place) for block in stack.blocks
+            build_block(block, stack.hidden_size, memory_size, backend, place, stack.versions) for block in stack.blocks
         )
         self.final_norm = build_norm(stack.final_norm, stack.hidden_size, place)
+        self.layer_vectors = None
+        if stack.layer_vectors is not None:
+            self.layer_vectors = LayerEmbedding(stack.layer_vectors, len(stack.blocks), stack.hidden_size, place)
+        self.versions = None if stack.versions is None else VersionEnds(stack.versions, stack.hidden_size, place)
         self.projection = None
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
@@ -100,6 +106,8 @@ class TransformerStack(nn.Module):
             readers=readers,
             beside=self.global_vectors,
             predicting=self.predicting,
+            layer_vectors=self.layer_vectors,
+            versions=self.versions,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 

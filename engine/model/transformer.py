@@ -275,10 +275,11 @@ class Transformer(nn.Module):
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """The shapes of the values that each decoder layer stores per token; empty for a model without a decoder."""
+        """The shapes of the values that each decoder layer stores per token, for the layers that store some; empty for
+        a model without a decoder."""
         if self.spec.decoder is None:
             return []
-        parts = self.spec.decoder.attentions
+        parts = [part for part in self.spec.decoder.attentions if part.reads is None]
         return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(self, inputs: Inputs) -> Tensor:

@@ -37,6 +37,7 @@ _LONGEST_FOLDER = 80  # bytes; the whole path of a Unix socket has at most 103 (
 # such as the API process, this takes the core from the threads that they wait for. A moment of spinning is enough.
 _SPINS = "20000"
 _GRACE = 2.0  # seconds for an engine to end by itself
+_PAGES_GRACE = 10.0  # and for its pages, where they are kept (`engine.disk.tier.FLUSH_SECONDS`)
 # Of this service's variables, those that the engine reads itself.
 _READ = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 _SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
@@ -208,7 +209,7 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)  # this also wakes a thread that reads it
         try:
-            self._popen.wait(_GRACE)
+            self._popen.wait(_GRACE + (_PAGES_GRACE if self._first.config.kv_disk else 0.0))
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()

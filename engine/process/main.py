@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -73,12 +73,13 @@ def main() -> int:
     if start is None:
         return 0
     known: Future[Known] = Future()
-    arguments = (line, start.folder, known)
+    leave: list[Callable[[], None]] = []
+    arguments = (line, start.folder, known, leave)
     threading.Thread(target=_end_with_client, args=arguments, name="octavo-lifeline", daemon=True).start()
     if start.log_format is not None:
         configure(start.log_level, start.log_format)
     try:
-        _run(start, known, line)
+        _run(start, known, line, leave)
     except OctavoError as error:  # explains itself
         return _report(line, error)
     except BaseException as error:
@@ -87,15 +88,32 @@ def main() -> int:
     return 0
 
 
-def _end_with_client(line: socket.socket, folder: str, known: Future[Known]) -> None:
+def _end_with_client(
+    line: socket.socket, folder: str, known: Future[Known], leave: Sequence[Callable[[], None]]
+) -> None:
+    """End the process when the client is gone.
+
+    Args:
+        leave: to be done before, if there is time.
+    """
     if (told := receive_known(line)) is not None:
         known.set_result(told)
     with contextlib.suppress(ConnectionError):
         if line.recv(1) == GOODBYE:
+            _leave(leave)
             os._exit(0)  # the folder belongs to the client, and perhaps to a successor of this process
     # The client has vanished, and nothing else would remove the folder.
     shutil.rmtree(folder, ignore_errors=True)
+    _leave(leave)
     os._exit(0)
+
+
+def _leave(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        try:
+            task()
+        except Exception:  # the process ends all the same
+            logger.exception("the engine's process ends without having done all that it should")
 
 
 def _report(line: socket.socket, error: BaseException) -> int:
@@ -107,7 +125,7 @@ def _report(line: socket.socket, error: BaseException) -> int:
     return 1
 
 
-def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
+def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Callable[[], None]]) -> None:
     from engine.engine import Engine  # slow import; the lifeline is already watched
     from engine.model.checkpoint import read_config
 
@@ -124,6 +142,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket) -> None:
     LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
     LOADING.listener = None
+    leave.append(engine.keep_pages)
     for name, path in start.adapters.items():
         try:
             engine.load_adapter(name, path)

@@ -26,6 +26,7 @@ from engine.scheduling.plan import (
     PromptLogprobRows,
     SamplingBatch,
     Searches,
+    StateRows,
     StepPlan,
 )
 from engine.scheduling.repetition import dry_penalties
@@ -121,6 +122,7 @@ def build_plan(
         prompt_logprobs=None if decoding else _prompt_logprobs(rows, query_start),
         encoder=_encoder(inputs, block_size) if inputs else None,
         cross=_cross(groups) if known is None else known.cross,
+        states=_states(rows),
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
         sides=known.sides if known is not None else _sides(rows) if any(group.sides for group in groups) else {},
@@ -168,6 +170,18 @@ def _searches(
         pages=_int32([page for search in searches.values() for page in search.pages]),
         stop_ids=_int32([token for tokens in stop_ids for token in tokens]),
         stops=np.cumsum([0, *map(len, stop_ids)], dtype=np.int32),
+    )
+
+
+def _states(rows: Seq[Row]) -> StateRows | None:
+    states = [row.state for row in rows if row.state is not None]
+    if not states:
+        return None
+    return StateRows(
+        sources=_int32([state.source for state in states]),
+        targets=_int32([state.target for state in states]),
+        snapshots=_int32([state.snapshot for state in states]),
+        afters=_int32([state.after for state in states]),
     )
 
 

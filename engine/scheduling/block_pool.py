@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
@@ -67,6 +67,8 @@ class BlockPool:
 
     Attributes:
         listener: hears of contents that are forgotten, if it is set.
+        evicted: is told of a page and its hash before the page is given to another content, if it is set.
+        num_forgotten: how often a content was forgotten, or all of them.
     """
 
     def __init__(self, num_blocks: int):
@@ -74,6 +76,8 @@ class BlockPool:
         self.total = num_blocks
         self.peak_held = 0
         self.listener: PoolListener | None = None
+        self.evicted: Callable[[int, PageHash], None] | None = None
+        self.num_forgotten = 0
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)
         self._states = bytearray(num_blocks + 1)
@@ -175,10 +179,21 @@ class BlockPool:
                 self._states[page] = FREE
             self._forget(page)
 
+    def forget_unfound(self, page_hash: PageHash) -> None:
+        """Make a content unfindable unless some prompt has found it."""
+        page = self._page_of.get(page_hash)
+        if page is not None and not self._was_found[page]:
+            self.forget([page_hash])
+
+    def knows(self, page_hash: PageHash) -> bool:
+        """A page with this content can be found."""
+        return page_hash in self._page_of
+
     def clear(self) -> bool:
         """Forget all contents; False, and nothing is forgotten, while pages are held."""
         if self.num_held:
             return False
+        self.num_forgotten += 1
         for queue in self._queues:
             self._free.extend(reversed(queue))
             queue.clear()
@@ -206,6 +221,18 @@ class BlockPool:
             if first == 0 or len(known) == end - first:
                 return [0] * first + known
             end = first + len(known)
+
+    def is_known(self, page_hash: PageHash) -> bool:
+        """Some page has this content."""
+        return page_hash in self._page_of
+
+    def page_of(self, page_hash: PageHash) -> int | None:
+        """The page with this content, if there is one."""
+        return self._page_of.get(page_hash)
+
+    def hashes(self) -> list[PageHash]:
+        """The contents that can be found, in the order in which they were published. Any thread may ask."""
+        return list(self._page_of)
 
     def adopt(self, pages: Sequence[int]) -> list[int]:
         """Take one reference of each matched page, cached or held."""
@@ -278,12 +305,16 @@ class BlockPool:
             page, _ = once.popitem(last=False)
         else:
             page, _ = again.popitem(last=False)
+        page_hash = self._hash_of[page]
+        if self.evicted is not None and page_hash is not None:
+            self.evicted(page, page_hash)
         self._forget(page)
         return page
 
     def _forget(self, page: int) -> None:
         page_hash = self._hash_of[page]
         if page_hash is not None:
+            self.num_forgotten += 1
             del self._page_of[page_hash]
             self._hash_of[page] = None
             self._was_found[page] = False

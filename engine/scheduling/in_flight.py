@@ -21,6 +21,7 @@ from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup
+from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import EncoderRun, SearchAhead
 
 
@@ -78,9 +79,10 @@ class InFlightStep:
 class InFlightSteps:
     """All steps in flight, in the order in which they run."""
 
-    def __init__(self, pool: BlockPool, block_size: int):
+    def __init__(self, pool: BlockPool, block_size: int, states: StateSlots | None = None):
         self._pool = pool
         self._size = block_size
+        self._states = states
         self._queue: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
@@ -228,8 +230,10 @@ class InFlightSteps:
             for run in step.encoder_runs:
                 run.groups = [group for group in run.groups if group in chosen]
         elif any(row.count > 1 for row in rows) and not groups[0].unchunked:
-            first = [replace(row, count=row.count // 2, sampled=0) for row in rows if row.count > 1]
-            second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
+            halves = self._halves(rows)
+            if halves is None:
+                return False
+            first, second = halves
         else:
             return False
         encoder_runs = [run for run in step.encoder_runs if run.groups]
@@ -237,6 +241,22 @@ class InFlightSteps:
         later = [run for run in later if run.groups]
         self._queue.insert(1, InFlightStep(second, {}, later, is_part=True))
         return True
+
+    def _halves(self, rows: list[Row]) -> tuple[list[Row], list[Row]] | None:
+        """The first half of the tokens of each row that has several, and the rest; None if there is no slot for a state
+        between them."""
+        first, second = [], []
+        for row in rows:
+            half, between, rest = row.count // 2, row.state, row.state
+            if half and self._states is not None:
+                states = self._states.split(row, half)
+                if states is None:
+                    return None
+                between, rest = states
+            if half:
+                first.append(replace(row, count=half, sampled=0, state=between))
+            second.append(replace(row, start=row.start + half, count=row.count - half, state=rest))
+        return first, second
 
     def set_aside(self) -> list[list[int]]:
         """Pages that searches may need. No sequence has them yet."""

@@ -76,8 +76,11 @@ class SchedulerConfig:
         return window - 1 + 2 * (self.block_size - 1)
 
 
-def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> None:
+def check_fits(request: Request, config: SchedulerConfig, total_pages: int, total_states: int | None = None) -> None:
     """Refuse a request that could never run, even alone.
+
+    Args:
+        total_states: state slots, of which a sequence has two in a step; None: sequences need none.
 
     Raises:
         InvalidRequestError: it needs more rows or pages than there are.
@@ -88,6 +91,13 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
         raise InvalidRequestError(
             f"{name} is {decoding.width}, but a step has at most {config.max_num_seqs} sequences (max_num_seqs). "
             f"Lower it, or raise --max-num-seqs.",
+            param=name,
+        )
+    if total_states is not None and 2 * decoding.width > total_states:
+        name = "num_beams" if decoding.num_beams > 1 else "n"
+        raise InvalidRequestError(
+            f"{name} is {decoding.width}, but the {total_states} state slots of the KV cache suffice for "
+            f"{total_states // 2} sequences. Lower it, or raise --kv-cache-memory.",
             param=name,
         )
     if len(request.encoder_token_ids) > config.max_num_batched_tokens:

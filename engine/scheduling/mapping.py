@@ -25,7 +25,7 @@ def draw_map(pool: BlockPool, groups: Iterable[SequenceGroup]) -> CacheMap:
     """The map of this moment, between steps, of all pages and all unfinished requests."""
     unfinished = list(groups)
     running = sorted((group for group in unfinished if group.status is Status.RUNNING), key=_order)
-    queue = (group for group in unfinished if group.status is Status.WAITING)
+    queue = (group for group in unfinished if group.status in (Status.RESTORING, Status.WAITING))
     waiting = heapq.nsmallest(MAX_LISTED, queue, key=_order)
     tables, found = [_tables(group) for group in running], [_found(group) for group in running]
     pages, owners = _entries(tables)

@@ -22,6 +22,7 @@ class SequenceNeeds:
         window: keys that any layer sees at most, the query's own included; None if some layer sees all.
         encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values lie in
             pages of their own; 0 if there is no such encoder.
+        state_size: numbers of the states of its layers, in a state slot; 0 if no layer has one.
         rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
             turned otherwise than longer ones, and find their angles as many rows after their positions.
     """
@@ -29,6 +30,7 @@ class SequenceNeeds:
     paged: bool = True
     window: int | None = None
     encoder_length: int = 0
+    state_size: int = 0
     rotary_shifts: tuple[tuple[int, int], ...] = ()
 
     def sides_of(self, request: Request) -> Sides:

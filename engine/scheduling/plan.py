@@ -121,6 +121,23 @@ class CrossRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateRows:
+    """State slots of a plan's R rows (`engine.scheduling.state_slots`). Slot 0 is zeros, and never written.
+
+    Attributes:
+        sources: [R] the state before each row's first token.
+        targets: [R] where the state after its last token goes.
+        snapshots: [R] where the state after its first `afters` tokens goes, too; 0 for nowhere.
+        afters: [R].
+    """
+
+    sources: Int32
+    targets: Int32
+    snapshots: Int32
+    afters: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Searches:
     """G beam searches that go on before the host knows the answer to the step launched before: N rows of the plan, a
     row for each beam, in the order of the searches.
@@ -201,6 +218,7 @@ class StepPlan:
         prompt_logprobs: prompt positions to score, or None.
         encoder: inputs to encode before anything else is computed, or None.
         cross: what the rows read of encoder inputs; None if no row has one.
+        states: the rows' state slots; None if they have none: then states begin as zeros, and are not kept.
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
@@ -221,6 +239,7 @@ class StepPlan:
     prompt_logprobs: PromptLogprobRows | None
     encoder: EncoderBatch | None = None
     cross: CrossRows | None = None
+    states: StateRows | None = None
     pooling: tuple[PoolingRow, ...] = ()
     unchunked: bool = False
     sides: Sides = field(default_factory=dict)

@@ -14,14 +14,30 @@ from dataclasses import dataclass, replace
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """State slots of a row (`engine.scheduling.state_slots`).
+
+    Attributes:
+        source, target: of the state before its first token, which it reads, and after its last one, which it writes.
+        snapshot: of the state after its first `after` tokens, which it writes, too; 0 for none.
+    """
+
+    source: int
+    target: int
+    snapshot: int = 0
+    after: int = 0
+
+
 @dataclass(slots=True)
 class Row:
-    """`count` tokens of a sequence from `start` on. Immutable, but for `belong`.
+    """`count` tokens of a sequence from `start` on. Immutable, but for `belong`, and for `state` while it is planned.
 
     Attributes:
         sampled: so many last positions are sampled: none if known tokens are left, else one and one per draft.
         num_releases: the sequence's, when this was planned.
         drafts: the row's last tokens, which are not known but expected.
+        state: where its sequence's states are, if the model's layers have any.
     """
 
     group: SequenceGroup
@@ -31,6 +47,7 @@ class Row:
     sampled: int
     num_releases: int = 0
     drafts: tuple[int, ...] = ()
+    state: RowState | None = None
 
     @property
     def is_void(self) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineStats, RequestDelta
@@ -24,7 +26,7 @@ from engine.scheduling.apply import (
     take_prompt_logprobs,
 )
 from engine.scheduling.batch import LastStep, build_plan
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
@@ -37,8 +39,16 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
+from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
+
+
+class Restores(Protocol):
+    """Brings back pages that were kept elsewhere (`engine.disk.tier`)."""
+
+    def begin(self, group: SequenceGroup, hashes: Seq[PageHash], seen: int | None) -> bool:
+        """Whether a group waits for pages from now on, until `Scheduler.restored`; see `BlockPool.match`."""
 
 
 class Scheduler:
@@ -49,6 +59,7 @@ class Scheduler:
         draft_costs: decide how many of its drafts a step has; None: all that there is room for.
         drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
         events: what the prefix cache gains and loses, if that is to be told (`record_events`).
+        restores: is asked for pages of each new prompt that are in no memory; None: there are none.
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
@@ -60,6 +71,7 @@ class Scheduler:
         pool: BlockPool,
         hasher: PageHasher | None = None,
         drafter: Drafter | None = None,
+        states: BlockPool | None = None,
     ):
         self.config = config
         self.pool = pool
@@ -72,20 +84,25 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of service
         self._deadlines = Deadlines()
         self._arrivals = 0
-        self.in_flight = InFlightSteps(pool, config.block_size)
+        self.states: StateSlots | None = None
+        if states is not None:
+            self.states = StateSlots(states, config.block_size, publishes=config.enable_prefix_caching)
+        self.in_flight = InFlightSteps(pool, config.block_size, self.states)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
         self._pools_last = False  # inputs to pool come after all other work in this step; see `_plan_prompts`
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
         self.events: PageEvents | None = None
-        self._tables = Tables(pool, self._hasher, config)
+        self.restores: Restores | None = None
+        self._num_restoring = 0
+        self._tables = Tables(pool, self._hasher, config, states=self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
 
     def record_events(self) -> PageEvents:
         """Begin to collect what the prefix cache gains and loses, before the first request."""
         self.events = self.pool.listener = PageEvents(self._hasher, self.config.block_size)
-        self._tables = Tables(self.pool, self._hasher, self.config, self.events)
+        self._tables = Tables(self.pool, self._hasher, self.config, self.events, self.states)
         return self.events
 
     # ---------------------------------------------------------------- requests in and out
@@ -100,7 +117,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        check_fits(request, self.config, self.pool.total)
+        check_fits(request, self.config, self.pool.total, None if self.states is None else self.states.pool.total)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
@@ -113,7 +130,27 @@ class Scheduler:
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
-        self._waiting.push(group)
+        restores = self.restores
+        if restores is not None and restores.begin(group, self._tables.hashes(group), self.config.seen_pages):
+            group.status = Status.RESTORING
+            self._num_restoring += 1
+        else:
+            self._waiting.push(group)
+
+    def publish_restored(self, group: SequenceGroup, places: Seq[int], pages: Seq[int]) -> None:
+        """Let prompts find pages that were brought back for a group's tokens, at these places in ascending order."""
+        self._tables.publish_restored(group, places, pages)
+
+    def restored(self, group: SequenceGroup) -> None:
+        """All pages that there are for a group have come: it waits for its turn, unless it has ended."""
+        if group.status is Status.RESTORING:
+            self._num_restoring -= 1
+            self._waiting.push(group)
+
+    @property
+    def only_restores(self) -> bool:
+        """All unfinished requests wait for pages from elsewhere, and there are some."""
+        return 0 < self._num_restoring == len(self._groups)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one of its answers, without a further delta; False if it is not known."""
@@ -388,7 +425,7 @@ class Scheduler:
             for row in lacking:
                 if not self._reserve(step, group, row.sequence, row.start + row.count):
                     return
-        if rows:
+        if rows and (self.states is None or self._take_states(step, group, rows, self.states)):
             step.take(group, rows)
 
     def _leave_for_drafts(self, step: Step) -> None:
@@ -431,6 +468,18 @@ class Scheduler:
         copy = self._tables.take(sequence, pages, shared)
         if copy is not None:
             step.copies.setdefault(group, []).append(copy)
+        return True
+
+    def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
+        """Give rows the state slots that they write, preempting younger groups if there are too few; False if the group
+        itself was preempted."""
+        least = sum(running.rows for running in self._running)
+        for row in rows:
+            while not states.take(row, least):
+                victim = self._running[-1]
+                self._preempt(step, victim)
+                if victim is group:
+                    return False
         return True
 
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
@@ -478,6 +527,10 @@ class Scheduler:
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
+        if self.states is not None:  # a sequence has a slot, and a second one while it is in a step
+            left = [one for running in self._running for one in running.sequences if len(one.states) == 1]
+            if 2 * group.rows + len(left) > self.states.pool.num_available:
+                return False
         needed = self._tables.pages_needed(group) + self._encoder_cache.pages_needed(step, group)
         return needed <= self.pool.num_available
 
@@ -558,6 +611,8 @@ class Scheduler:
             self._give_up(group)
         elif group.status is Status.WAITING:
             self._waiting.leave(group)
+        else:
+            self._num_restoring -= 1
         self._encoder_cache.finish(group)
         group.status = Status.FINISHED
         group.sequences = []
@@ -573,7 +628,7 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Counters and gauges of this moment."""
         stats, pool = self.stats, self.pool
-        stats.num_running, stats.num_waiting = len(self._running), len(self._waiting)
+        stats.num_running, stats.num_waiting = len(self._running), len(self._waiting) + self._num_restoring
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
         stats.peak_pages_held, stats.lacks_room = pool.peak_held, self._waiting.lacks_room
         return stats
@@ -589,3 +644,5 @@ class Scheduler:
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]
         tables += self.in_flight.set_aside()
         self.pool.check_integrity(tables, self.in_flight.pinned())
+        if self.states is not None:
+            self.states.check([sequence for group in self._groups.values() for sequence in group.sequences])

@@ -109,6 +109,10 @@ class Sequence:
         num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 if it is not
             known yet.
         source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
+        states: slots of the states after `num_computed` tokens and after those of each row in flight; 0 is the state
+            before the first token.
+        snapshots: slots that rows in flight write besides.
+        last_snapshot: the page at whose end the last state of its answer was published.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
@@ -125,6 +129,7 @@ class Sequence:
         "drafting",
         "hashes",
         "index",
+        "last_snapshot",
         "logprobs",
         "num_computed",
         "num_in_flight",
@@ -135,7 +140,9 @@ class Sequence:
         "num_writable",
         "repeats",
         "score",
+        "snapshots",
         "source",
+        "states",
         "table",
         "tokens",
         "uniforms",
@@ -148,6 +155,9 @@ class Sequence:
         self.num_computed = self.num_in_flight = self.num_pending = self.num_releases = 0
         self.table = IntBuffer()
         self.num_writable = self.source = 0
+        self.states: list[int] = [0]
+        self.snapshots: list[int] = []
+        self.last_snapshot: PageHash | None = None
         self.hashes: list[PageHash] = []
         self.num_published = 0
         self.score = 0.0
@@ -236,6 +246,7 @@ class Sequence:
 class Status(Enum):
     """The state of a group."""
 
+    RESTORING = "restoring"  # its pages are read from a disk; it waits after that
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

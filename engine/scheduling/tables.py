@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.page_events import PageEvents
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
+from engine.scheduling.state_slots import StateSlots
 
 
 class Tables:
@@ -20,13 +22,22 @@ class Tables:
 
     Args:
         events: is told of pages that can be found from now on; None: that is not recorded.
+        states: of sequences whose layers have some.
     """
 
-    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, events: PageEvents | None = None):
+    def __init__(
+        self,
+        pool: BlockPool,
+        hasher: PageHasher,
+        config: SchedulerConfig,
+        events: PageEvents | None = None,
+        states: StateSlots | None = None,
+    ):
         self._pool = pool
         self._hasher = hasher
         self._config = config
         self._events = events
+        self._states = states
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
@@ -38,6 +49,28 @@ class Tables:
         most = self._config.most_pages(len(group.sequences))  # those of hits included
         return min(pages + self._pool.count_cached(hits), most)
 
+    def hashes(self, group: SequenceGroup) -> list[PageHash]:
+        """Hashes of the full pages that a group which begins may find; empty if it must compute all of them."""
+        if group.request.decoding.prompt_logprobs is not None and not group.started:
+            return []  # every prompt position must be computed to be scored
+        pooling = group.request.pooling
+        if pooling is not None and pooling.needs_all:
+            return []
+        if not self._config.enable_prefix_caching:
+            return []
+        sequence = group.sequences[0]
+        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
+        num_pages = known // self._config.block_size
+        return sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
+
+    def publish_restored(self, group: SequenceGroup, places: Seq[int], pages: Seq[int]) -> None:
+        """Let prompts find pages that hold a waiting group's tokens at these places, in ascending order."""
+        sequence = group.sequences[0]
+        for place, page in zip(places, pages, strict=True):
+            self._pool.publish(page, sequence.hashes[place])
+        if self._events is not None:
+            self._events.stored(group, sequence.tokens, sequence.hashes, places)
+
     def num_missing(self, group: SequenceGroup) -> int:
         """Tokens that a waiting group of one sequence has to compute."""
         return group.sequences[0].num_tokens - len(self._match(group)) * self._config.block_size
@@ -48,6 +81,8 @@ class Tables:
         sequence.table.extend(self._pool.adopt(hits))
         sequence.num_published = group.num_found = len(hits)
         sequence.num_computed = len(hits) * self._config.block_size
+        if self._states is not None and hits:
+            self._states.adopt(sequence, sequence.hashes[len(hits) - 1])
         self.fork_from_first(group)
 
     def fork_from_first(self, group: SequenceGroup) -> None:
@@ -65,6 +100,8 @@ class Tables:
         """Give a sequence its parent's pages, whatever it has itself. A page of its own in which it would write next it
         keeps: the parent's will be copied there."""
         child.num_writable = 0
+        if self._states is not None:
+            self._states.share(child, parent)
         end = child.table.size
         if end != parent.table.size:
             self._pool.free(child.table.tolist())
@@ -144,6 +181,8 @@ class Tables:
         for row in rows:
             sequence = row.sequence
             sequence.num_computed += row.count
+            if self._states is not None:
+                self._states.advance(row, partial(self._hash, row.group, sequence))
             if publishes and sequence.num_computed >= (sequence.num_published + 1) * size:
                 self._publish(row.group, sequence)
             if has_window:
@@ -165,6 +204,8 @@ class Tables:
         the release, has not written.
         """
         self._pool.free(sequence.table.tolist())
+        if self._states is not None:
+            self._states.release(sequence)
         sequence.table = IntBuffer()
         sequence.num_computed = sequence.num_published = sequence.num_writable = sequence.source = 0
         sequence.void()
@@ -181,18 +222,15 @@ class Tables:
                 raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
 
     def _match(self, group: SequenceGroup) -> list[int]:
-        if group.request.decoding.prompt_logprobs is not None and not group.started:
-            return []  # every prompt position must be computed to be scored
-        pooling = group.request.pooling
-        if pooling is not None and pooling.needs_all:
-            return []
-        if not self._config.enable_prefix_caching:
-            return []
-        sequence = group.sequences[0]
-        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
-        num_pages = known // self._config.block_size
-        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)
-        return self._pool.match(hashes, self._config.seen_pages)
+        hashes = self.hashes(group)
+        found = self._pool.match(hashes, self._config.seen_pages)
+        while self._states is not None and found and (count := self._states.match(hashes[: len(found)])) < len(found):
+            found = self._pool.match(hashes[:count], self._config.seen_pages)
+        return found
+
+    def _hash(self, group: SequenceGroup, sequence: Sequence, num_pages: int) -> PageHash:
+        """The hash of a sequence's first pages."""
+        return sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)[-1]
 
     def _leave_window(self, sequence: Sequence, position: int) -> None:
         """Give up what a query at `position` saw and the next one does not see."""

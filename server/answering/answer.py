@@ -100,6 +100,7 @@ class Run(ABC, Generic[Piece, Choice]):
     bytes_per_logprob: ClassVar[int]  # bytes of memory, from the engine's results to the answer's JSON
     usual_answer: ClassVar[int] = DEFAULT_MAX_TOKENS  # default tokens, if neither the request nor the model sets them
     stream_keeps_answer: ClassVar[bool] = False  # a stream's last events repeat the whole answer
+    stream_type: ClassVar[str] = EventStream.media_type
 
     service: Service
     body: GenerationBody
@@ -200,7 +201,7 @@ class Run(ABC, Generic[Piece, Choice]):
         wanted = Wanted(self.service.drain, self.interrupted)
         if self.body.stream:
             events = self.record.streamed(self.events_of(ticket))
-            return EventStream(events, wanted, headers, held=ticket, failing=self.failing)
+            return EventStream(events, wanted, headers, held=ticket, failing=self.failing, media_type=self.stream_type)
         try:
             with ticket:
                 content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))

@@ -88,7 +88,7 @@ class Background:
     async def _make(self) -> None:
         wanted = Wanted(self._service.drain, self._interrupted)
         try:
-            with self._service.drain.running():
+            with self._service.drain.running(), self._service.using():
                 try:
                     await wanted.run({}, _nothing, self._take_all())
                 except Exception as problem:

@@ -85,7 +85,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         truncation = self.truncation
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
-        prompt = await self.service.render(self.messages, room, self.rendering, self.terms)
+        prompt = await self.rendered(room)
         if truncation is not None:
             prompt = replace(prompt, token_ids=truncation.ids(prompt.token_ids))
         final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
@@ -102,6 +102,10 @@ class ConversationRun(Run[ChatPiece, Choice]):
             self.leave_out(self.public_name("max_tokens") or "")
         self.fill_room(len(prompt.token_ids))
         return [prompt]
+
+    async def rendered(self, room: Room) -> Prompt:
+        """The prompt as the chat template writes it."""
+        return await self.service.render(self.messages, room, self.rendering, self.terms)
 
     def _limit_reasoning(self) -> None:
         asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params

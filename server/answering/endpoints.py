@@ -174,6 +174,9 @@ def require(service: Service, endpoint: str) -> None:
     if reason is not None:
         served = ", ".join(served_endpoints(info, tokenizer)) or "none of this kind"
         message = f"{service.model_id} cannot serve {endpoint}: {reason}. Endpoints that it serves: {served}."
+        if service.models is not None:
+            able = ", ".join(service.models.able(endpoint)) or "none"
+            message += f" Loaded models that serve {endpoint}: {able}."
         raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
 

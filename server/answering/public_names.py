@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine import InvalidRequestError
 from server.api.chat_schemas import ChatCompletionRequest
 from server.errors import ApiError, describe_validation
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def public_name(param: str | None, names: Mapping[str, str]) -> str | None:
@@ -59,9 +61,18 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCom
     Raises:
         ApiError: names the client's invalid field.
     """
+    return valid(ChatCompletionRequest, fields, names)
+
+
+def valid(model: type[Model], fields: Mapping[str, Any], names: Mapping[str, str]) -> Model:
+    """A body of that class, which an endpoint makes of its own.
+
+    Raises:
+        ApiError: names the client's field that is wrong.
+    """
     with public_names(names):
         try:
-            return ChatCompletionRequest.model_validate(fields)
+            return model.model_validate(fields)
         except ValidationError as problem:
             raise describe_validation(list(problem.errors(include_url=False))) from None
 

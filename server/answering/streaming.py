@@ -147,9 +147,10 @@ class EventStream(Response):
         headers: further headers; they may change until the first item.
         held: a context that is left when the answer has ended, even if `events` has not begun.
         failing: makes the last events for an error.
+        media_type: the answer's media type.
     """
 
-    media_type = "text/event-stream"
+    media_type: str = "text/event-stream"
 
     def __init__(
         self,
@@ -158,9 +159,10 @@ class EventStream(Response):
         headers: dict[str, str] | None = None,
         held: AbstractContextManager[object] | None = None,
         failing: Callable[[ApiError], str] = failure,
+        media_type: str | None = None,
     ):
         # Proxies must not buffer or collect events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._more = {} if headers is None else headers
         self._events = events

@@ -213,6 +213,34 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
+LINES: dict[str, Any] = {
+    "application/x-ndjson": {
+        "itemSchema": {"type": "object"},
+        "example": '{"model": "m", "message": {"role": "assistant", "content": "An"}, "done": false}\n',
+    }
+}
+OLLAMA_CHAT: dict[str, Any] = {
+    "simple": {"summary": "A question", "value": {"messages": _HELLO, "stream": False, "options": {"num_predict": 32}}},
+    "stream": {"summary": "A stream", "value": {"messages": _HELLO, "options": {"temperature": 0.2, "seed": 7}}},
+    "structured": {
+        "summary": "JSON of a schema",
+        "value": {"messages": [{"role": "user", "content": "Name a book."}], "format": _BOOK, "stream": False},
+    },
+}
+OLLAMA_GENERATE: dict[str, Any] = {
+    "simple": {"summary": "A question", "value": {"prompt": "What is an octavo?", "stream": False}},
+    "raw": {
+        "summary": "Continue a text",
+        "value": {"prompt": "Once upon a time", "raw": True, "options": {"num_predict": 32}, "stream": False},
+    },
+}
+OLLAMA_EMBED: dict[str, Any] = {
+    "several": {"summary": "Two texts", "value": {"input": ["A sheet is folded.", "An octavo has eight leaves."]}},
+}
+OLLAMA_NAME: dict[str, Any] = {"served": {"summary": "The served model", "value": {"model": "default"}}}
+OLLAMA_EMBEDDINGS: dict[str, Any] = {"one": {"summary": "A text", "value": {"prompt": "A sheet is folded."}}}
+
+
 def _events(description: str, example: str) -> dict[str, Any]:
     fields = {"event": {"type": "string"}, "data": {"type": "string", "description": description}}
     schema = {"type": "object", "properties": fields, "required": ["event", "data"]}

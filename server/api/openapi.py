@@ -9,7 +9,7 @@ from server.api.schemas import MAX_TIMEOUT
 from server.config.settings import ServerSettings
 from server.door.auth import HEALTH_PATHS, METRICS_PATH, roles_for
 from server.door.keys import Role
-from server.door.message_errors import MESSAGES_PATH
+from server.door.message_errors import MESSAGES_PATH, OLLAMA_PATHS
 
 SCHEME = "api_key"
 KEY_SCHEME = "x_api_key"
@@ -51,6 +51,7 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
     keys: list[dict[str, list[str]]] = [{SCHEME: []}, {KEY_SCHEME: []}]
     for path, operations in document["paths"].items():
         error = "MessageError" if path.startswith(MESSAGES_PATH) else "ErrorResponse"
+        error = "OllamaError" if path.startswith(OLLAMA_PATHS) else error
         add = partial(_add_error, error)
         for operation in operations.values():
             forbidden = "The Host header or the Origin of the web page is not allowed."

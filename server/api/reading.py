@@ -17,6 +17,7 @@ from server.api.structure import check_structure
 from server.context import Service
 from server.errors import ApiError, describe_validation
 
+READ_BODY = "octavo.body"  # in the scope: the validated body, whose `model` selects the service
 _SMALL = 64 * 1024  # bytes that are parsed faster than a thread can be started
 
 
@@ -38,9 +39,12 @@ class StrictJsonRequest(Request):
         service: Service = self.app.state.service
         limit = parse_bytes(service.settings.max_body_size, "max_body_size")
         if len(content) <= _SMALL:
-            return self.read(content, self._model, limit)
-        async with service.reading:
-            return await asyncio.to_thread(self.read, content, self._model, limit)
+            body = self.read(content, self._model, limit)
+        else:
+            async with service.reading:
+                body = await asyncio.to_thread(self.read, content, self._model, limit)
+        self.scope[READ_BODY] = body
+        return body
 
     def read(self, content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
         """Parse the body as the model; see `read_body`."""
@@ -67,6 +71,20 @@ class StrictJsonRoute(APIRoute):
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         return model
+
+
+class UntypedJsonRoute(StrictJsonRoute):
+    """The same for bodies of any Content-Type. Clients that send JSON as curl does by default call it a form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def untyped(request: Request) -> Response:
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return untyped
 
 
 def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:

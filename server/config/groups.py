@@ -8,6 +8,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "skip_tokenizer_init", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser",
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
+    "several models": ("models", "max_memory", "model_idle_time", "model_load_timeout"),
     "adapters": ("lora_modules", "max_loras", "max_lora_rank", "enable_lora_loading"),
     "device and formats": (
         "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
@@ -19,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "KV cache": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
-        "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",
+        "enable_prefix_caching", "prefix_cache_scope", "kv_disk", "kv_disk_size", "kv_events_config",
     ),
     "address": ("host", "port", "uds", "api_server_count", "root_path", "forwarded_allow_ips"),
     "access": (

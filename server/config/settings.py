@@ -47,6 +47,12 @@ class ServerSettings(BaseModel):
         served_model_name: model id for clients (default: the hub id, or the name of the folder or file).
         strict_model_name: accept only the model id in requests. Without this, default, tgi, dummy and an empty name are
             accepted too, because clients of single-model servers send them.
+        models: YAML file that lists several models to serve, with settings for each; instead of MODEL.
+        max_memory: most memory that several models may take together, predicted as by octavo models, in bytes or as
+            "6GiB". The least recently used model is unloaded for another one (default: 90 % of the memory that is free
+            at the start).
+        model_idle_time: of several models, seconds without a request after which one is unloaded; 0: never.
+        model_load_timeout: most seconds that a request waits until its model has loaded; then it gets 503.
         log_level: debug, info, warning or error.
         log_format: console or json; auto means console on a terminal and json otherwise.
         log_prompts: log prompts and answers; long ones are shortened. Without this, no log line holds any of their
@@ -130,6 +136,10 @@ class ServerSettings(BaseModel):
     ssl_keyfile_password: str | None = Field(default=None, min_length=1, repr=False)
     served_model_name: str | None = _NAME
     strict_model_name: bool = False
+    models: str | None = _NAME
+    max_memory: int | str | None = None
+    model_idle_time: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    model_load_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     log_prompts: bool = False
@@ -325,6 +335,13 @@ class ServerSettings(BaseModel):
         if value is None or str(value).strip() == "0":
             return None if value is None else 0
         parse_bytes(value, "max_api_memory")
+        return value
+
+    @check_field("max_memory")
+    @classmethod
+    def _check_max_memory(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_bytes(value, "max_memory")
         return value
 
     @check_model(mode="after")

@@ -79,6 +79,18 @@ def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def read_yaml(path: str, setting: str) -> dict[Any, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        setting: that names the file, for messages.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such YAML.
+    """
+    return _parse(path, setting)
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys; YAML itself would keep the last."""
 
@@ -91,12 +103,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(path: str) -> dict[Any, Any]:
+def _parse(path: str, setting: str = "config") -> dict[Any, Any]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"config names {path}, which cannot be read: {reason}.") from error
+        raise ConfigError(f"{setting} names {path}, which cannot be read: {reason}.") from error
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader: plain values only
     except yaml.MarkedYAMLError as error:
@@ -110,5 +122,6 @@ def _parse(path: str) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain lines such as max_num_seqs: 32, got a {type(content).__name__}.")
+        example = "max_num_seqs: 32" if setting == "config" else "chat: path/to/model"
+        raise ConfigError(f"{path} must contain lines such as {example}, got a {type(content).__name__}.")
     return content

@@ -20,9 +20,12 @@ LIVE_PATH = "/playground/live"
 METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 # Information about the service that needs no work of the model: whole paths and beginnings of paths.
 ABOUT_PATHS = frozenset(
-    {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
-)
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+    {
+        "/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json",
+        "/api/tags", "/api/ps", "/api/version",
+    }
+)  # fmt: skip
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"})
 _KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
@@ -71,11 +74,21 @@ class AuthMiddleware:
         keys: read at each request, so that changes apply at once.
         public_metrics: `METRICS_PATHS` need no key.
         also_open: further paths that need no key.
+        model: the name of the only model, if there is one: a key for other models may not use it.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, public_metrics: bool = False, also_open: Iterable[str] = ()):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        public_metrics: bool = False,
+        also_open: Iterable[str] = (),
+        model: str | None = None,
+    ):
         self._app = app
         self._keys = keys
+        self._model = model
         self._open = HEALTH_PATHS | (METRICS_PATHS if public_metrics else frozenset()) | frozenset(also_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,16 +103,23 @@ class AuthMiddleware:
                 scope["state"]["api_key"] = key
             if key.name is not None:
                 bind_contextvars(api_key_name=key.name)
-        refusal = None if is_open else _refusal(scope, key)
+        refusal = None if is_open else _refusal(scope, key) or self._other_model(scope, key)
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             extra = {"status": refusal.status_code, "path": scope["path"], "client": client_address(scope)}
-            what = "no valid API key" if key is None else "the API key lacks the role for this path"
+            what = "no valid API key" if key is None else "the API key may not do this"
             logger.warning("Refused: %s.", what, extra=extra)
             await refusal.response()(scope, receive, send)
+
+    def _other_model(self, scope: Scope, key: ApiKey | None) -> ApiError | None:
+        """The refusal of a key for other models than the only one."""
+        if key is None or self._model is None or key.may_use(self._model) or not is_inference(scope):
+            return None
+        message = f"This API key may not use the model {self._model}. The models that it may use are not served here."
+        return ApiError(403, message, param="model", code="model_not_allowed")
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and routed_path(scope) in self._open

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine import ConfigError
+from engine import ADAPTER_NAME, ConfigError
 from server.config.settings import ServerSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -37,6 +37,7 @@ class ApiKey:
         name: the name in the log; None if the file gives none.
         requests_per_minute: maximum requests per minute; None for no limit.
         max_concurrency: maximum concurrent requests; None for no limit.
+        models: names of the models that it may use; None for all.
     """
 
     digest: bytes = field(repr=False)
@@ -44,6 +45,11 @@ class ApiKey:
     name: str | None = None
     requests_per_minute: int | None = None
     max_concurrency: int | None = None
+    models: frozenset[str] | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Whether requests with it may use this model."""
+        return self.models is None or model in self.models
 
     @classmethod
     def of(cls, key: str, **words: Any) -> ApiKey:
@@ -166,6 +172,13 @@ def _read_name(value: str) -> str:
     return value
 
 
+def _read_models(value: str) -> frozenset[str]:
+    names = value.split(",")
+    if not all(ADAPTER_NAME.fullmatch(name) for name in names):
+        raise ValueError
+    return frozenset(names)
+
+
 def _read_count(value: str) -> int | None:
     if value == "none":
         return None
@@ -181,4 +194,5 @@ _WORDS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "name": ("name", _read_name, "1 to 64 characters of A-Z a-z 0-9 . _ -"),
     "rpm": ("requests_per_minute", _read_count, _A_COUNT),
     "concurrency": ("max_concurrency", _read_count, _A_COUNT),
+    "models": ("models", _read_models, "names of models, separated by commas"),
 }

@@ -1,5 +1,5 @@
 """Gives errors the shapes that clients of other servers expect: Anthropic's for /v1/messages and for Anthropic's
-clients, and text-embeddings-inference's for its endpoints."""
+clients, text-embeddings-inference's for its endpoints, and Ollama's below /api/."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def text_embeddings_error(status: int, message: str) -> dict[str, Any]:
     return {"error": message, "error_type": kind}
 
 
+OLLAMA_PATHS = "/api/"  # the beginning of Ollama's
+
+
+def ollama_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error."""
+    return {"error": message}
+
+
 class MessageErrors:
     """Middleware: gives errors of these paths their shape."""
 
@@ -44,7 +52,9 @@ class MessageErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = routed_path(scope)
-            if _is_messages(path) or any(name == VERSION_HEADER.encode() for name, _ in scope["headers"]):
+            if path.startswith(OLLAMA_PATHS):
+                send = _Reshaped(send, ollama_error)
+            elif _is_messages(path) or any(name == VERSION_HEADER.encode() for name, _ in scope["headers"]):
                 send = _Reshaped(send, message_error)
             elif path in TEXT_EMBEDDINGS_PATHS:
                 send = _Reshaped(send, text_embeddings_error)

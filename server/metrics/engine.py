@@ -32,6 +32,11 @@ _COUNTERS = (
     ("steps", "Engine steps.", "num_steps"),
     ("draft_tokens", "Tokens that were drafted, those that a grammar forces included.", "num_draft_tokens"),
     ("accepted_draft_tokens", "Drafted tokens that were accepted.", "num_accepted_draft_tokens"),
+    ("kv_disk_pages_written", "Pages of the KV cache written to kv_disk.", "disk_pages_written"),
+    ("kv_disk_pages_read", "Pages of the KV cache read back from kv_disk.", "disk_pages_read"),
+    ("kv_disk_pages_dropped", "Evicted pages that could not be written to kv_disk.", "disk_pages_dropped"),
+    ("kv_disk_hits", "Requests that got pages of their prompt from kv_disk.", "disk_hits"),
+    ("kv_disk_errors", "Damaged files in kv_disk, and reads and writes that failed.", "disk_errors"),
     ("kv_event_messages", "Messages about pages that are kept or dropped.", "num_kv_event_messages"),
     ("kv_event_drops", "Messages about pages that subscribers can get only by replay.", "num_kv_event_drops"),
 )
@@ -113,6 +118,8 @@ class EngineMetrics(Collector):
         pages.add_metric(["cached"], stats.pages_cached)
         pages.add_metric(["free"], stats.pages_free)
         yield pages
+        text = "Bytes that all pages in kv_disk take, those of other models included."
+        yield GaugeMetricFamily("octavo_kv_disk_bytes", text, value=stats.disk_bytes)
         usage = (
             "Share of the KV cache's pages that requests hold, from 0 to 1; pages that are only cached count as free."
         )

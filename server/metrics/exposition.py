@@ -71,15 +71,20 @@ class Exposition:
             Gauge(name, text, registry=self.registry).set_function(read)
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The metrics as text and the content type: OpenMetrics 1.0 if the scraper lists it before plain text."""
-        for listed in (accept or "").split(","):
-            kind, *parameters = (part.strip() for part in listed.split(";"))
-            version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")
-            if kind == "application/openmetrics-text" and version in ("", "1.0.0"):
-                # Every name here is a classic one, which no escaping scheme changes. If the scraper names no scheme,
-                # the library's own choice of encoder would replace vllm: by vllm_.
-                encode: Callable[..., bytes] = openmetrics.generate_latest
-                return encode(self.registry, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-            if kind == "text/plain":
-                break
-        return generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
+        """The metrics as text and the content type."""
+        return encode_metrics(self.registry, accept)
+
+
+def encode_metrics(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
+    """The metrics of a registry and their content type: OpenMetrics 1.0 if the scraper lists it before plain text."""
+    for listed in (accept or "").split(","):
+        kind, *parameters = (part.strip() for part in listed.split(";"))
+        version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")
+        if kind == "application/openmetrics-text" and version in ("", "1.0.0"):
+            # Every name here is a classic one, which no escaping scheme changes. If the scraper names no scheme,
+            # the library's own choice of encoder would replace vllm: by vllm_.
+            encode: Callable[..., bytes] = openmetrics.generate_latest
+            return encode(registry, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+        if kind == "text/plain":
+            break
+    return generate_latest(registry, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4

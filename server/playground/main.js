@@ -9,6 +9,7 @@ import { byId, h } from "./dom.js";
 import { setUpKey } from "./key.js";
 import { conversationLink, linkedConversation, linkedRequest } from "./link.js";
 import { Machine } from "./machine.js";
+import { chooseModel, picker } from "./models.js";
 import { Modes } from "./modes.js";
 import { NumbersPane, numberPaths } from "./numbers_pane.js";
 import { Parameters } from "./parameters.js";
@@ -90,20 +91,25 @@ function examplePrompt(model) {
   return "translate English to German: The house is small.";
 }
 
-function describeModel(model) {
+function describeModel(models, model) {
   const kind = context.isSeq2seq ? "encoder-decoder" : model.tasks.includes("generate") ? "decoder" : "encoder";
-  byId("model").replaceChildren(h("b", {}, model.id), ` ${kind}, up to ${model.max_model_len.toLocaleString("en")} tokens`);
+  byId("model").replaceChildren(picker(models, model), ` ${kind}, up to ${model.max_model_len.toLocaleString("en")} tokens`);
 }
 
 async function connect() {
   if (document.body.dataset.key === "needed" && !getKey()) return document.dispatchEvent(needsKey());
   try {
     const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
-    const [model] = models.data;
+    const model = await chooseModel(models.data);
+    if (!model.inputs) {
+      const why = model.reason ? `: ${model.reason}` : "; reload the page to try again";
+      byId("model").replaceChildren(picker(models.data, model), ` is ${model.state}${why}`);
+      return;
+    }
     if (!context.store) await (context.store = new Store()).open();
     Object.assign(context, { model, schemas, isSeq2seq: model.max_encoder_len != null });
     context.examples = { chat: "What is a KV cache?", prompt: examplePrompt(model) };
-    describeModel(model);
+    describeModel(models.data, model);
     const panes = makePanes(model.endpoints);
     modes.show(panes);
     openLink();

@@ -19,6 +19,7 @@ _SERVES_OWN = {
     "uds": "Set http_options: host and port",
     "root_path": "Set http_options: root_path, and the application's route_prefix",
     "api_server_count": "Use more replicas",
+    "models": "Deploy an application for each model",
     "forwarded_allow_ips": "Serve has no such option: its proxies trust no X-Forwarded header",
     "ssl_certfile": "Set http_options: ssl_certfile",
     "ssl_keyfile": "Set http_options: ssl_keyfile",

@@ -23,7 +23,7 @@ from server.api.response_schemas import (
     NewItems,
 )
 from server.api.schemas import MAX_MESSAGES
-from server.context import Service, ServiceDep
+from server.context import HouseDep, Service
 from server.conversation_store import Conversation, Conversations, TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
@@ -37,7 +37,7 @@ Id = Annotated[str, Path(max_length=256)]
 ItemId = Annotated[str, Path(max_length=256)]
 
 
-async def _conversations(service: ServiceDep) -> Conversations:
+async def _conversations(service: HouseDep) -> Conversations:
     """The server's conversations.
 
     Raises:
@@ -54,7 +54,7 @@ async def create_conversation(
     body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATION)],
     request: Request,
     response: Response,
-    service: ServiceDep,
+    service: HouseDep,
     conversations: ConversationsDep,
 ) -> ConversationObject:
     """Create a conversation, optionally with its first items."""
@@ -68,7 +68,7 @@ async def create_conversation(
 
 @plain.get(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Show a conversation")
 async def get_conversation(
-    conversation_id: Id, request: Request, service: ServiceDep, conversations: ConversationsDep
+    conversation_id: Id, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationObject:
     """Show a conversation without its items."""
     found = await asked(service, conversations.get(conversation_id, tenant_of(request)))
@@ -81,7 +81,7 @@ async def update_conversation(
     body: Annotated[ConversationUpdate, Body(openapi_examples=examples.CONVERSATION_UPDATE)],
     request: Request,
     response: Response,
-    service: ServiceDep,
+    service: HouseDep,
     conversations: ConversationsDep,
 ) -> ConversationObject:
     """Replace the metadata of a conversation."""
@@ -92,7 +92,7 @@ async def update_conversation(
 
 @plain.delete(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Delete a conversation")
 async def delete_conversation(
-    conversation_id: Id, request: Request, service: ServiceDep, conversations: ConversationsDep
+    conversation_id: Id, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationDeleted:
     """Delete a conversation with all of its items. Its responses stay until they are deleted too."""
     if not await asked(service, conversations.delete(conversation_id, tenant_of(request))):
@@ -104,7 +104,7 @@ async def delete_conversation(
 async def list_items(
     conversation_id: Id,
     request: Request,
-    service: ServiceDep,
+    service: HouseDep,
     conversations: ConversationsDep,
     after: After = None,
     limit: Limit = 20,
@@ -130,7 +130,7 @@ async def add_items(
     body: Annotated[NewItems, Body(openapi_examples=examples.CONVERSATION_ITEMS)],
     request: Request,
     response: Response,
-    service: ServiceDep,
+    service: HouseDep,
     conversations: ConversationsDep,
 ) -> ItemList:
     """Add items at the end of a conversation."""
@@ -147,7 +147,7 @@ async def add_items(
 
 @plain.get(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Show an item of a conversation")
 async def get_item(
-    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep, conversations: ConversationsDep
+    conversation_id: Id, item_id: ItemId, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> Item:
     """Show one item."""
     return await asked(service, conversations.item(conversation_id, tenant_of(request), item_id)) or _missing(
@@ -157,7 +157,7 @@ async def get_item(
 
 @plain.delete(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Delete an item of a conversation")
 async def delete_item(
-    conversation_id: Id, item_id: ItemId, request: Request, service: ServiceDep, conversations: ConversationsDep
+    conversation_id: Id, item_id: ItemId, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationObject:
     """Delete one item; returns the conversation."""
     left = await asked(service, conversations.delete_item(conversation_id, tenant_of(request), item_id))

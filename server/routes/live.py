@@ -8,7 +8,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 
 from server.answering.streaming import COMMENT, EventStream, Wanted, sse
-from server.context import ServiceDep
+from server.context import HouseDep
 from server.door.auth import LIVE_PATH
 from server.door.head import HEAD
 from server.errors import ApiError
@@ -19,7 +19,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get(LIVE_PATH)
-async def watch(request: Request, service: ServiceDep) -> Response:
+async def watch(request: Request, service: HouseDep) -> Response:
     """Stream the feed until the client leaves or the service stops."""
     if not service.settings.enable_cache_map:
         message = "The live feed is switched off on this server (--no-enable-cache-map)."

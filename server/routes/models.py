@@ -26,7 +26,8 @@ Version = Annotated[
 ]
 
 
-def _card(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
+def card_of(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
+    """The description of a loaded model, or of one of its adapters."""
     info = service.client.info
     served = served_endpoints(info, service.tokenizer)
     return ModelCard(
@@ -47,9 +48,9 @@ def _card(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
     )
 
 
-def _message_model(service: Service, adapter: AdapterInfo | None = None) -> MessageModel:
+def message_model(service: Service, name: str) -> MessageModel:
+    """The same in Anthropic's shape."""
     info = service.client.info
-    name = service.model_id if adapter is None else adapter.name
     return MessageModel(
         id=name,
         display_name=name,
@@ -59,7 +60,7 @@ def _message_model(service: Service, adapter: AdapterInfo | None = None) -> Mess
     )
 
 
-def _whole(answer: MessageModel | MessageModelList) -> Response:
+def whole(answer: MessageModel | MessageModelList) -> Response:
     """The body with its nulls, which Anthropic's clients expect."""
     return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -82,9 +83,9 @@ async def list_models(service: ServiceDep, version: Version = None) -> ModelList
     """List the model that this server serves, and its adapters."""
     served = [None, *service.client.adapters.values()]
     if version is not None:
-        models = [_message_model(service, adapter) for adapter in served]
-        return _whole(MessageModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
-    return ModelList(data=[_card(service, adapter) for adapter in served])
+        models = [message_model(service, adapter.name if adapter else service.model_id) for adapter in served]
+        return whole(MessageModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
+    return ModelList(data=[card_of(service, adapter) for adapter in served])
 
 
 # A path, because hub ids contain slashes.
@@ -100,4 +101,4 @@ async def get_model(model_id: str, service: ServiceDep, version: Version = None)
     """Return the served model, or one of its adapters. Other ids get 404."""
     service.check_model(model_id, exactly=True)
     adapter = service.client.adapters.get(model_id)
-    return _card(service, adapter) if version is None else _whole(_message_model(service, adapter))
+    return card_of(service, adapter) if version is None else whole(message_model(service, model_id))

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.api import examples
 from server.api.schemas import LoadResponse, ServerInfo, TokenizerInfo, VersionResponse
-from server.context import ServiceDep
+from server.context import HouseDep, ServiceDep
 from server.door.drain import shutting_down
 from server.errors import ERROR_RESPONSES, ApiError
 
@@ -14,7 +14,7 @@ router = APIRouter()
 
 
 @router.get("/health/live", responses=ERROR_RESPONSES, summary="Liveness")
-async def live(service: ServiceDep) -> dict[str, str]:
+async def live(service: HouseDep) -> dict[str, str]:
     """Returns 200 while the engine is idle, makes progress or restarts. Returns 503 if it has work but has not
     completed a step for too long."""
     progress, limit = service.client.progress, service.settings.liveness_timeout
@@ -31,7 +31,7 @@ async def live(service: ServiceDep) -> dict[str, str]:
 @router.post("/ping", include_in_schema=False)
 @router.get("/health", responses=ERROR_RESPONSES, summary="Readiness (same as /health/ready)")
 @router.get("/health/ready", responses=ERROR_RESPONSES, summary="Readiness")
-async def ready(service: ServiceDep) -> dict[str, str]:
+async def ready(service: HouseDep) -> dict[str, str]:
     """Returns 200 while requests are served. Returns 503 while the service stops, uses too much memory, or restarts a
     crashed engine."""
     if service.drain.draining:
@@ -45,7 +45,7 @@ async def ready(service: ServiceDep) -> dict[str, str]:
 
 
 @router.get("/load", responses=ERROR_RESPONSES, summary="Number of running requests")
-async def load(service: ServiceDep) -> LoadResponse:
+async def load(service: HouseDep) -> LoadResponse:
     """Return the number of requests to the model that are running in this process, as in vLLM."""
     return LoadResponse(server_load=service.drain.num_running)
 
@@ -90,7 +90,7 @@ async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
     responses={200: {"content": examples.EXPOSITION}, **ERROR_RESPONSES},
     summary="Metrics for Prometheus",
 )
-async def metrics(request: Request, service: ServiceDep) -> Response:
+async def metrics(request: Request, service: HouseDep) -> Response:
     """Return all metrics in Prometheus' text format."""
     content, content_type = await service.commons.render(request.headers.get("accept"))
     return Response(content, headers={"Content-Type": content_type})

@@ -27,7 +27,7 @@ from server.api.paging import After, Limit, Order
 from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
 from server.api.schemas import MAX_MESSAGES
-from server.context import Service, ServiceDep
+from server.context import HouseDep, Service, ServiceDep
 from server.conversation_store import TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.response_store import HistoryError, Kept
@@ -121,7 +121,7 @@ async def _read(
 async def get_response(
     response_id: ResponseId,
     request: Request,
-    service: ServiceDep,
+    service: HouseDep,
     stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
     starting_after: Annotated[
         int, Query(ge=-1, le=MAX_EVENT, description="With stream: start after the event with this number.")
@@ -144,7 +144,7 @@ async def get_response(
 
 
 @stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored response")
-async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
+async def delete_response(response_id: ResponseId, request: Request, service: HouseDep) -> ResponseDeleted:
     """Delete a response with its input. Responses that continue it can no longer be continued."""
     store, tenant = service.response_store, tenant_of(request)
     if not (await _kept(service, response_id, tenant)).ended:
@@ -160,7 +160,7 @@ async def delete_response(response_id: ResponseId, request: Request, service: Se
     responses=ERROR_RESPONSES,
     summary="Cancel a response",
 )
-async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
+async def cancel_response(response_id: ResponseId, request: Request, service: HouseDep) -> Response:
     """Stop a response that is still being generated. The result and the stream end with the text so far. A background
     response that has ended is returned as it is."""
     cancelled = await _cancelled(service, response_id, tenant_of(request))
@@ -179,7 +179,7 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Se
 async def list_input_items(
     response_id: ResponseId,
     request: Request,
-    service: ServiceDep,
+    service: HouseDep,
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",

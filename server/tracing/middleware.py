@@ -19,7 +19,8 @@ TRACED = frozenset(
         "/v1/embeddings", "/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
         "/v1/classify", "/classify", "/v1/answer", "/answer", "/v1/entities", "/entities", "/v1/fill-mask",
         "/fill-mask", "/translate", "/v1/audio/transcriptions", "/v1/audio/translations", "/v2/embed", "/embed",
-        "/embed_sparse", "/embed_all", "/predict", "/similarity",
+        "/embed_sparse", "/embed_all", "/predict", "/similarity", "/api/chat", "/api/generate", "/api/embed",
+        "/api/embeddings",
     }
 )  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")

@@ -185,8 +185,10 @@ def fill_randomly(model: Any, seed: int) -> None:
                 gain = 3.0 if is_router(module) or id(module) in routers else 1.2
                 parameter.copy_(noise * gain * inputs**-0.5)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+        elif name.endswith("layer_scalar"):
+            tensor.copy_(1.0 + 0.3 * torch.randn(tensor.shape, generator=generator))
 
 
 def is_router(module: nn.Module) -> bool:
@@ -214,11 +216,13 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
             odds = odds.sigmoid() + inputs[1]
         elif hasattr(module, "e_score_correction_bias"):
             odds = odds.sigmoid() + module.e_score_correction_bias
-            if module.topk_group < module.num_group:
-                grouped = odds.view(len(odds), module.num_group, -1)
-                pairs = grouped.topk(2).values.sum(-1)
-                least = margin(pairs, module.topk_group)
-                odds = grouped.masked_fill((pairs < least[:, None])[..., None], -math.inf).view_as(odds)
+        by_pairs = hasattr(module, "e_score_correction_bias") or type(module).__name__.startswith("Mistral4")
+        if by_pairs and getattr(module, "topk_group", 1) < getattr(module, "num_group", 1):
+            scores = odds if hasattr(module, "e_score_correction_bias") else odds.softmax(-1)
+            pairs = scores.view(len(odds), module.num_group, -1).topk(2).values.sum(-1)
+            least = margin(pairs, module.topk_group)
+            grouped = odds.view(len(odds), module.num_group, -1)
+            odds = grouped.masked_fill((pairs < least[:, None])[..., None], -math.inf).view_as(odds)
         settings = getattr(model.config, "ffn_config", None)  # of DBRX; Switch has none, and chooses one
         margin(odds, getattr(module, "top_k", settings.moe_top_k if settings else 1))
 

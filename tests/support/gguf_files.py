@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
 
     model = build_reference(kind.shape)
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # where layers differ
     writer = gguf.GGUFWriter(str(path), kind.name)
     settings = {"num_hidden_layers": writer.add_block_count, "max_position_embeddings": writer.add_context_length,
                 "hidden_size": writer.add_embedding_length, "intermediate_size": writer.add_feed_forward_length,
@@ -79,7 +81,7 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
                 "layer_norm_eps": writer.add_layer_norm_eps, "layer_norm_epsilon": writer.add_layer_norm_eps,
                 "num_key_value_heads": writer.add_head_count_kv, "vocab_size": writer.add_vocab_size}  # fmt: skip
     for name, add in settings.items():
-        if isinstance(value := getattr(config, name, None), int | float):
+        if isinstance(value := getattr(config, name, None), int | float) or (value and name == "intermediate_size"):
             add(value)
     writer.add_name("tiny")
     kind.write(writer, config)
@@ -94,7 +96,7 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         pieces = []
-        for ending, piece in _pieces(name, tensor):
+        for ending, piece in _pieces(name, tensor, fused=kind.name == "gemma4"):
             lies = changed(kind.there, config, name, piece).contiguous()
             format = gguf.GGMLQuantizationType[formats[number % len(formats)] if lies.dim() > 1 else "F32"]
             if lies.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
@@ -126,6 +128,8 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         stem, norms, _ = name.partition(".norms.")
+        if re.search(r"altup_\w*projections\.\d", name):
+            stem, norms = name.rsplit(".", 2)[0], ".norms."
         found.setdefault(f"{stem}.weight" if norms else name, []).append(tensor)
     return {name: torch.stack(rows) if len(rows) > 1 else rows[0] for name, rows in found.items()}
 
@@ -135,14 +139,19 @@ def _unstacked(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
+        if name not in names and f"{stem}.0.weight" in names:
+            found |= {f"{stem}.{place}.weight": matrix for place, matrix in enumerate(tensor)}
+            continue
         apart = name not in names and f"{stem}.norms.0.weight" in names
         found |= {f"{stem}.norms.{head}.weight": row for head, row in enumerate(tensor)} if apart else {name: tensor}
     return found
 
 
-def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Experts' gates and ups are stored apart."""
-    if name.endswith("gate_up_proj"):
+def _pieces(name: str, tensor: Tensor, *, fused: bool) -> Iterator[tuple[str, Tensor]]:
+    """Experts' gates and ups are stored apart, unless they are `fused`."""
+    if name.endswith("gate_up_proj") and fused:
+        yield "ffn_gate_up_exps", tensor
+    elif name.endswith("gate_up_proj"):
         half = tensor.shape[1] // 2
         yield "ffn_gate_exps", tensor[:, :half]
         yield "ffn_up_exps", tensor[:, half:]
@@ -163,7 +172,13 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
         return f"blk.{layer}.{ending}.weight"
     if name.endswith(("experts.down_proj",)):
         return f"blk.{layer}.ffn_down_exps.weight"
+    if name.endswith(("router.scale", "per_expert_scale")):
+        return f"blk.{layer}.{'ffn_gate_inp' if name.endswith('router.scale') else 'ffn_down_exps'}.scale"
     stem, _, last = name.rpartition(".")
+    if last == "expert_bias":
+        stem, last = name, "bias"
+    elif last not in ("weight", "bias"):
+        stem, last = name, "weight"
     found = names.get_name(stem)
     assert found is not None, name
     return f"{found}.{last}"
@@ -178,6 +193,8 @@ _TURN: dict[str, Change] = {
 }
 _FLAT: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[0]}
 _ROW: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[None]}
+_TAPS: dict[str, Change] = {"conv.conv": lambda config, tensor: tensor.squeeze(1)}
+_UNTAPS: dict[str, Change] = {"conv.conv": lambda config, tensor: tensor.unsqueeze(1)}
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -259,6 +276,83 @@ def _gemma(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_factor(factor)
 
 
+def _gemma_layers(writer: Any, config: Any) -> None:
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "gemma3n_text":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_altup_active_idx(config.altup_active_idx)
+        writer.add_altup_num_inputs(config.altup_num_inputs)
+        normal = torch.distributions.normal.Normal(0, 1)
+        shares = torch.tensor(config.activation_sparsity_pattern)
+        writer.add_activation_sparsity_scale([normal.icdf(share).item() for share in shares])
+        return
+    own = config.to_dict()["per_layer_config"]
+    wide = next(iter(own.values()))["head_dim"]
+    writer.add_key_length(wide)
+    writer.add_value_length(wide)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    heads = [own.get(str(i), {}).get("num_key_value_heads", config.num_key_value_heads) for i in range(len(windowed))]
+    if len(set(heads)) > 1:
+        writer.add_head_count_kv(heads)
+    turning = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * wide / 2)
+    factors = [1.0] * turning + [1e30] * (wide // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+    if config.use_double_wide_mlp:
+        first = len(windowed) - config.num_kv_shared_layers
+        writer.add_feed_forward_length(
+            [config.intermediate_size * (1 if layer < first else 2) for layer in range(len(windowed))]
+        )
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def _gemma_embedding(writer: Any, config: Any) -> None:
+    import gguf
+
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.to_dict()["sliding_window"])  # as the config has it, not as the class reads it
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    for name, matrix in dense_matrices(config).items():
+        writer.add_dense_features_dims(name, matrix.shape[1], matrix.shape[0])
+        writer.add_tensor(f"{name}.weight", matrix.numpy())
+
+
+def dense_matrices(config: Any) -> dict[str, Tensor]:
+    """What EmbeddingGemma multiplies pooled states with."""
+    generator, hidden = torch.Generator().manual_seed(5), config.hidden_size
+    shapes = {"dense_2": (96, hidden), "dense_3": (hidden, 96)}
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def _mistral_3(writer: Any, config: Any) -> None:
+    _head_dim(writer, config)
+    writer.add_rope_dimension_count(config.head_dim)
+    settings = config.rope_parameters
+    if settings["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(_scaling("yarn"))
+        writer.add_rope_scaling_factor(settings["factor"])
+        writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(settings["mscale_all_dim"])
+        writer.add_attn_temperature_scale(settings["llama_4_scaling_beta"])
+
+
 def _phi_3(writer: Any, config: Any) -> None:
     _theta(writer, config)
     share = config.rope_parameters["partial_rotary_factor"]
@@ -287,6 +381,26 @@ def _gpt_2(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(4 * config.hidden_size)
 
 
+def _lfm2(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    writer.kv_data[-1].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv(heads)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.model_type == "lfm2_moe":
+        import gguf
+
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    writer.kv_data[-1].pop(f"{writer.arch}.feed_forward_length")
+    writer.add_feed_forward_length(-(-int(2 * config.intermediate_size / 3) // 32) * 32)
+
+
 def _phi_2(writer: Any, config: Any) -> None:
     _theta(writer, config)
     share = config.rope_parameters["partial_rotary_factor"]
@@ -301,7 +415,27 @@ _TWO_BASES = {
     "full_attention": _rope("linear", 8.0, rope_theta=1_000_000.0),
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_LAYERS: dict[str, Any] = {
+    "head_dim": 32, "sliding_window": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 199,
+    "hidden_size_per_layer_input": 32,
+}  # fmt: skip
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EMBEDDING = Kind(
+    "gemma-embedding",
+    _shape(
+        "Gemma3ForCausalLM",
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=16,
+        num_hidden_layers=7,
+        use_bidirectional_attention=True,
+    ),
+    _gemma_embedding,
+    _LIFTED,
+    _LOWERED,
+    transformers=False,
+)
 KINDS: dict[str, Kind] = {
     "llama": Kind("llama", _shape("LlamaForCausalLM"), _llama, _ROWS, _BACK),
     "llama-biases": Kind("llama", _shape("LlamaForCausalLM", attention_bias=True, tie_word_embeddings=True), _llama,
@@ -324,6 +458,16 @@ KINDS: dict[str, Kind] = {
                    _gemma, _LIFTED, _LOWERED),
     "gemma3": Kind("gemma3", _shape("Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=32, sliding_window=16,
                                     num_hidden_layers=7, rope_parameters=_TWO_BASES), _gemma, _LIFTED, _LOWERED),
+    "gemma3n": Kind("gemma3n", _shape("Gemma3nForCausalLM", laurel_rank=32, **_LAYERS | {
+        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0]}), _gemma_layers, transformers=False),
+    "gemma4": Kind("gemma4", _shape("Gemma4ForCausalLM", global_head_dim=64, use_double_wide_mlp=True, **_LAYERS),
+                   _gemma_layers, transformers=False),
+    "gemma4-experts": Kind("gemma4", _shape("Gemma4ForCausalLM", global_head_dim=64, num_global_key_value_heads=1,
+        attention_k_eq_v=True, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32,
+        **_LAYERS | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}), _gemma_layers, transformers=False),
+    "mistral3": Kind("mistral3", _shape("Ministral3ForCausalLM", head_dim=32, rope_parameters=_rope("yarn", 3.0,
+        original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.3)), _mistral_3, _ROWS, _BACK, transformers=False),
     "phi2": Kind("phi2", _shape("PhiForCausalLM", num_key_value_heads=4), _phi_2, transformers=False),
     "phi3": Kind("phi3", _shape("Phi3ForCausalLM", sliding_window=16), _phi_3),
     "phi3-longrope": Kind("phi3", _shape("Phi3ForCausalLM", original_max_position_embeddings=32, rope_parameters={
@@ -335,6 +479,10 @@ KINDS: dict[str, Kind] = {
     "stablelm": Kind("stablelm", _shape("StableLmForCausalLM", use_qkv_bias=True), _stablelm, transformers=False),
     "stablelm-12b": Kind("stablelm", _shape("StableLmForCausalLM", use_parallel_residual=True, qk_layernorm=True),
                          _stablelm, transformers=False),
+    "lfm2": Kind("lfm2", _shape("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=32,
+                                block_ffn_dim_multiplier=1.0), _lfm2, _TAPS, _UNTAPS, transformers=False),
+    "lfm2moe": Kind("lfm2moe", _shape("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"], num_dense_layers=1,
+                                      **_MOE), _lfm2, _TAPS, _UNTAPS, transformers=False),
     "gpt2": Kind("gpt2", FamilyShape("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}),
                  _gpt_2, _TURN, _TURN),
 }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.states import States
 from engine.backends.torch.attention import TorchReference
 from engine.model import checkpoint, families, weights
 from engine.model.inputs import Inputs
@@ -74,6 +75,11 @@ class Pages:
         self.shifts = [next((by for most, by in model.rotary_shifts if length <= most), 0) for length in known]
         self.cross_tables: Tensor | None = None
         self.cross_lens: list[int] = []
+        # Two slots for each row: a step reads one and writes the other. The first is zeros, and all are NaN at first.
+        self.states = [torch.full((2 * len(tables) + 1, size), torch.nan) for size in model.spec.state_sizes]
+        for slots in self.states:
+            slots[0] = 0.0
+        self.steps = 0
 
     def encode(
         self,
@@ -123,6 +129,13 @@ class Pages:
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
+        states = None
+        if self.states:
+            place = torch.arange(1, 2 * len(chunks), 2, dtype=torch.int32)
+            nothing = torch.zeros_like(place)
+            source, target = place + self.steps % 2, place + (self.steps + 1) % 2
+            states = States(self.states, source if self.steps else nothing, target, nothing, nothing)
+            self.steps += 1
         metadata = AttentionMetadata.build(queries, self.lengths.copy(), self.device)
         cross = None
         if self.cross_tables is not None:
@@ -137,6 +150,7 @@ class Pages:
                     caches=self.caches,
                     slots=torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
                     cross=cross,
+                    states=states,
                     sides={"rotary_offsets": torch.tensor(offsets + [0] * padding, device=self.device)}
                     if any(self.shifts)
                     else {},

@@ -174,7 +174,11 @@ def build_reference(shape: Seq2SeqShape) -> Any:
         vocabularies = {"src_vocab_size": shape.encoder_vocab, "tgt_vocab_size": shape.vocab}
     elif shape.own_vocab is not None:
         vocabularies["decoder_vocab_size"] = shape.vocab
-    config = model_class.config_class(**(vocabularies | special | dict(shape.settings)))
+    settings = dict(shape.settings)
+    if "encoder" in settings:  # two configs in one
+        sizes = {"encoder": shape.encoder_vocab, "decoder": shape.vocab}
+        settings |= {side: {**settings[side], "vocab_size": size} for side, size in sizes.items()}
+    config = model_class.config_class(**(vocabularies | special | settings))
     config.architectures = [shape.architecture]
     torch.manual_seed(shape.seed)
     model = model_class(config)

@@ -63,6 +63,18 @@ def without_positions(folder: Path) -> None:
     save_file(kept, file, metadata={"format": "pt"})
 
 
+GEMMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 6,
+    "max_position_embeddings": MAX_LEN,
+    "sliding_window": 9,
+}
+
 SHAPES = {
     "t5": Seq2SeqShape("T5ForConditionalGeneration", T5, seeds=(0, 0, 0, 0, 0)),
     "t5-gated": Seq2SeqShape(
@@ -289,5 +301,25 @@ SHAPES = {
         eos=(11, 40),
         eos_gain=2.4,
         seeds=(0, 0, 0, 0, 0),
+    ),
+    "t5gemma": Seq2SeqShape(
+        "T5GemmaForConditionalGeneration", {"encoder": GEMMA, "decoder": GEMMA}, seeds=(1, 0, 1, 0, 0)
+    ),
+    "t5gemma-biases-other-encoder-untied": Seq2SeqShape(
+        "T5GemmaForConditionalGeneration",
+        {
+            "encoder": GEMMA | {"hidden_size": 40, "num_hidden_layers": 3, "attention_bias": True, "head_dim": 6},
+            "decoder": GEMMA
+            | {
+                "attention_bias": True,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": 8.0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            "tie_word_embeddings": False,
+        },
+        eos=(7, 40),
+        eos_gain=1.4,
+        seeds=(0, 1, 1, 0, 15),
     ),
 }

@@ -94,7 +94,7 @@ class Service:
         """The URL, once the log says it."""
 
         def url() -> str:
-            found = re.search(r"Serving \S+ on (http://\S+)", self.log.read_text())
+            found = re.search(r"Serving .+ on (http://\S+)", self.log.read_text())
             assert found or self.process.poll() is None, self.log.read_text()
             return found[1] if found else ""
 

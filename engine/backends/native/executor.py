@@ -22,7 +22,7 @@ from engine.backends.native.adapters import find_runs
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
-from engine.backends.native.program import MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows
+from engine.backends.native.program import MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows, StateMemory
 from engine.backends.native.rotary import LONGEST_HEAD
 from engine.backends.torch import executor as torch_executor
 from engine.backends.torch.executor import Pass, TorchExecutor
@@ -48,6 +48,7 @@ from engine.model.operations import (
 from engine.model.positions import Rotary
 from engine.model.program import Operation, Program
 from engine.model.slots import find_slots
+from engine.model.state_operations import Convolve
 from engine.model.tables import Tables
 
 logger = logging.getLogger("octavo.model")
@@ -83,6 +84,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             | Add()
             | AddAdapters()
             | AllReduce()
+            | Convolve()
         ):
             return None
         case Multiply():
@@ -93,6 +95,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case Attend():
             known = isinstance(operation.backend, NativeAttention)
             return None if known else f"{operation.backend.name} attention has no kernel"
+        case MixExperts(judged=Rows()):
+            return "experts that are chosen by other rows have no kernel"
         case MixExperts() if not isinstance(operation.module.part.routing, spec.Likeliest):
             return f"{type(operation.module.part.routing).__name__} routing has no kernel"
         case MixExperts() if operation.module.part.capacity is not None:
@@ -159,6 +163,7 @@ class NativeExecutor:
         # The result is a copy, because the next step overwrites the program's memory.
         self.native.give(program.result)
         self._pages: dict[tuple[int, bool], Pages] = {}  # by layer, with the centre of keys or without
+        self._states: dict[int, StateMemory] = {}  # by layer, among those with a state
         self._bound: dict[tuple[int, bool], Tensor] = {}  # the keys of the calls that the library knows
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
@@ -214,7 +219,7 @@ class NativeExecutor:
             assert inputs.given is not None
             x = inputs.given.contiguous()
         out = x if result.buffer == stream.buffer else torch.empty(len(x), result.width, dtype=x.dtype)
-        calls = [self._describe(call, x, inputs) for call in self._calls]
+        calls, states = [self._describe(call, x, inputs) for call in self._calls], inputs.states
         try:
             self.native.begin(
                 [(stream, x), (result, out)],
@@ -223,6 +228,7 @@ class NativeExecutor:
                 calls=calls,
                 starts=inputs.metadata.query_start,
                 runs=None if inputs.adapters is None else find_runs(inputs.adapters),
+                states=() if states is None else (states.sources, states.targets, states.snapshots, states.afters),
             )
             state = Pass(inputs, self._tables, _Buffers(self.native))
             for stage in self._stages:
@@ -244,6 +250,13 @@ class NativeExecutor:
                 self._bound[key] = cache.keys
                 centre = cache.key_centre if centred else None
                 pages.bind(PageTensors(cache.keys, cache.values, cache.key_scales, cache.value_scales, centre))
+
+        for layer, memory in self._states.items():
+            if inputs.states is None:
+                break
+            slots = inputs.states.layers[layer]
+            if memory.tensor is not slots:
+                memory.bind(slots)
 
     def _describe(self, call: _Call, x: Tensor, inputs: Inputs) -> int:
         """The address of the data that attentions of a kind share in this pass."""
@@ -300,6 +313,9 @@ class NativeExecutor:
                 self.native.add(x, y, out)
             case MixExperts(module, x, out):
                 self._mix_experts(module, x, out)
+            case Convolve(module, x, out, layer):
+                memory = self._states.setdefault(layer, StateMemory())
+                self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=True)
             case AddAdapters() | AllReduce():
                 pass  # nothing to add without adapters, and on one device
 
@@ -332,11 +348,15 @@ class NativeExecutor:
         )
 
     def _qk_norm(self, norms: QkNorm, operation: PrepareHeads, part: spec.Attention) -> None:
-        assert norms.queries is not None
-        assert norms.keys is not None
-        pieces = (1, 1) if norms.whole else (part.heads, part.kv_heads)
-        self._norm(norms.queries, operation.queries, operation.queries, pieces=pieces[0], barrier=False)
-        self._norm(norms.keys, operation.keys, operation.keys, pieces=pieces[1])
+        rows = (operation.queries, operation.keys, operation.values)
+        pieces = (1, 1, part.kv_heads) if norms.whole else (part.heads, part.kv_heads, part.kv_heads)
+        found = [
+            (norm, own, count)
+            for norm, own, count in zip((norms.queries, norms.keys, norms.values), rows, pieces, strict=True)
+            if norm is not None
+        ]
+        for place, (norm, own, count) in enumerate(found, 1):
+            self._norm(norm, own, own, pieces=count, barrier=place == len(found))
 
     def _attend(self, operation: Attend) -> None:
         part, layer = operation.part, operation.layer

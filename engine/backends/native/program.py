@@ -24,7 +24,9 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND = range(12)
+_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE = (
+    range(13)
+)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -42,7 +44,8 @@ _Operation = structure("Operation", "int kind | pointer what | int barrier")
 _Step = structure(
     "Step",
     "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer runs |"
-    "int num_runs | pointer workspace | int spare | pointer tickets times | int outside",
+    "int num_runs | pointer workspace | int spare | pointer sources targets snapshots afters tickets times |"
+    "int outside",
 )
 _Norm = structure(
     "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
@@ -71,6 +74,8 @@ _Open = structure("OpenWhat", "Place opening x | int width")
 _Shrink = structure("ShrinkWhat", "Place x thin | pointer slots | int inputs")
 _Expand = structure("ExpandWhat", "Place thin y | pointer slots")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
+_StateMemory = structure("StateMemory", "pointer slots | int size")
+_Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps gated")
 
 
 class Rows(NamedTuple):
@@ -120,6 +125,23 @@ class Pages:
             setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
         self._structure.format = PAGES[tensors.keys.dtype]
         self._structure.slots = tensors.keys.shape[0] * tensors.keys.shape[1]
+
+
+class StateMemory:
+    """The address of a layer's state slots, told to the program before its first step, and again when they have
+    moved."""
+
+    def __init__(self) -> None:
+        self._structure: Any = _StateMemory()
+        self.tensor: Tensor | None = None
+        self.address = ctypes.addressof(self._structure)
+
+    def bind(self, tensor: Tensor) -> None:
+        """Use [slots + 1, numbers] float32 from now on."""
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+        self.tensor = tensor
+        self._structure.slots, self._structure.size = tensor.data_ptr(), tensor.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +426,26 @@ class Program:
         """Limit x to [-limit, limit]."""
         self._add(_CLIP, _Clip(x=_place(x), width=x.width, limit=limit))
 
+    def convolve(
+        self, x: Rows, out: Rows, memory: StateMemory, *, weight: Tensor, bias: Tensor | None, gated: bool
+    ) -> None:
+        """out = b * convolution(a * values) of x = [a | b | values], or silu(convolution(x)).
+
+        Args:
+            weight: [features, taps].
+            bias: [features].
+        """
+        taps = weight.float().t().contiguous()
+        added = None if bias is None else bias.float().contiguous()
+        self._add(
+            _CONVOLVE,
+            _Convolve(
+                x=_place(x), out=_place(out), weight=taps.data_ptr(), bias=None if added is None else added.data_ptr(),
+                memory=memory.address, width=out.width, taps=len(taps), gated=gated,
+            ),
+            taps, added, memory,
+        )  # fmt: skip
+
     def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
         self._operations.append((kind, what, barrier))
         self._kept.extend(kept)
@@ -423,6 +465,7 @@ class Program:
         calls: Sequence[int],
         starts: Tensor,
         runs: Tensor | None = None,
+        states: Sequence[Tensor] = (),
     ) -> None:
         """Prepare a step.
 
@@ -432,6 +475,8 @@ class Program:
             slots: [S] int64: keys and values of the first S tokens go to pages; None without pages.
             calls: addresses of the calls that `attend` refers to, in order.
             starts: [rows + 1] int32 first token of each row, and the end of the last.
+            states: [rows] int32 each, the slots of rows' states: sources, targets and snapshots, and the tokens before
+                these (`engine.model.inputs.States`); () where states begin as zeros and are not kept.
             runs: [runs, 3] int64 runs of tokens with an adapter (`engine.backends.native.adapters.find_runs`).
         """
         tokens = len(positions)
@@ -461,7 +506,13 @@ class Program:
             assert runs.dtype == torch.int64
             assert runs.is_contiguous()
             step.num_runs, step.runs = len(runs), runs.data_ptr()
-        self._in_use = (positions, slots, addresses, starts, runs)
+        step.sources = step.targets = step.snapshots = step.afters = None
+        for name, numbers in zip(("sources", "targets", "snapshots", "afters") if states else (), states, strict=True):
+            assert numbers.dtype == torch.int32
+            assert numbers.is_contiguous()
+            assert len(numbers) == step.rows
+            setattr(step, name, numbers.data_ptr())
+        self._in_use = (positions, slots, addresses, starts, runs, states)
         self._times.clear()
 
     def run(self, first: int, last: int) -> None:
@@ -544,6 +595,7 @@ def _named(kind: int, what: Any) -> str:
         "opening",
         "adapters, down",
         "adapters, up",
+        "convolution",
     )[kind]
 
 

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
 from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
 from engine.backends.torch.attention import OwnKey, QueryBias
+from engine.backends.torch.states import convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.attention_operations import (
@@ -39,6 +41,16 @@ from engine.model.global_stream import feed
 from engine.model.global_tokens import find_global
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
+from engine.model.layer_operations import (
+    ActivateSparsely,
+    AddToVersions,
+    CorrectVersions,
+    EmbedLayers,
+    ExpandVersions,
+    MergeVersions,
+    MultiplyAll,
+    PredictVersions,
+)
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.operations import (
     Activate,
@@ -56,6 +68,7 @@ from engine.model.operations import (
     Multiply,
     Normalize,
     Open,
+    OpenHeads,
     Scale,
     Take,
     TransformFourier,
@@ -63,8 +76,10 @@ from engine.model.operations import (
 )
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
 from engine.model.program import Operation, Program, last_uses
+from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
+from engine.model.state_operations import Convolve
 from engine.model.tables import Tables
 
 
@@ -76,7 +91,9 @@ class Values(Protocol):
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
 
 
-Biases = dict[AttentionPosition | SelfAttention | CrossAttention | LatentAttention | None, Bias | None]
+Biases = dict[
+    AttentionPosition | SelfAttention | CrossAttention | LatentAttention | ReadingAttention | None, Bias | None
+]
 
 
 class Pass:
@@ -224,6 +241,7 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
                 turning = rotate(turning, rotary, *angles)
             rotary, angles = None, None
         turning = operation.qk_norm(turning)
+        values = values if operation.qk_norm.values is None else operation.qk_norm.values(values)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
     done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
@@ -239,7 +257,7 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
 
 def _temper(operation: Temper, state: Pass) -> None:
     part, queries = operation.temperature, state.values[operation.queries]
-    steps = ((state.inputs.positions.float() + 1.0) / part.every).floor()
+    steps = ((state.inputs.positions + part.first).float() / part.every).floor()
     factors = steps.log1p() * part.growth + 1.0
     state.values[operation.queries] = (queries * factors.view(-1, *[1] * (queries.dim() - 1))).to(queries.dtype)
 
@@ -295,6 +313,47 @@ def _attend(operation: Attend, state: Pass) -> None:
         sinks=operation.sinks,
     )
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
+
+
+def _embed_layers(operation: EmbedLayers, state: Pass) -> None:
+    vectors = operation.module(state.inputs.token_ids, state.values[operation.x])
+    for layer, rows in enumerate(operation.out):
+        state.values[rows] = vectors[:, layer]
+
+
+def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
+    state.values[operation.x] = state.values[operation.x] * operation.factor
+
+
+def _activate_sparsely(operation: ActivateSparsely, state: Pass) -> None:
+    gates, values = state.values[operation.x].chunk(2, dim=-1)
+    least = gates.mean(dim=-1, keepdim=True) + gates.std(dim=-1, keepdim=True, unbiased=False) * operation.cutoff
+    opened = torch.cat((F.relu(gates - least), values), dim=-1)
+    state.values[operation.out] = gate_by_name(operation.function, opened)
+
+
+def _expand_versions(operation: ExpandVersions, state: Pass) -> None:
+    state.values[operation.versions] = operation.module.expand(state.values[operation.x])
+
+
+def _predict_versions(operation: PredictVersions, state: Pass) -> None:
+    predicted = operation.module.predict(state.values[operation.versions])
+    width, active = operation.out.width, operation.module.part.active
+    state.values[operation.versions] = predicted
+    state.values[operation.out] = predicted[:, active * width : (active + 1) * width].contiguous()
+
+
+def _correct_versions(operation: CorrectVersions, state: Pass) -> None:
+    versions, read = operation.module.correct(state.values[operation.versions], state.values[operation.x])
+    state.values[operation.versions], state.values[operation.out] = versions, read.contiguous()
+
+
+def _add_to_versions(operation: AddToVersions, state: Pass) -> None:
+    state.values[operation.versions] = operation.module.add(state.values[operation.versions], state.values[operation.x])
+
+
+def _merge_versions(operation: MergeVersions, state: Pass) -> None:
+    state.values[operation.out] = operation.module.merge(state.values[operation.versions])
 
 
 def _attend_by_buckets(operation: AttendByBuckets, state: Pass) -> None:
@@ -418,10 +477,18 @@ def _open(operation: Open, state: Pass) -> None:
     state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
 
 
+def _open_heads(operation: OpenHeads, state: Pass) -> None:
+    x, opening = state.values[operation.x], state.values[operation.opening].flatten(1).float()
+    opened = opening.sigmoid() if operation.function == "sigmoid" else F.softplus(opening)
+    parts = x.reshape(len(x), opening.shape[1], -1)
+    state.values[operation.x] = (parts * opened.to(x.dtype).unsqueeze(-1)).view(len(x), -1)
+
+
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
     inputs = state.inputs
     x, starts = state.values[operation.x], inputs.metadata.query_start
-    state.values[operation.out] = operation.module(x, inputs.tokens, inputs.min_rows, starts)
+    judged = x if operation.judged is None else state.values[operation.judged]
+    state.values[operation.out] = operation.module(x, inputs.tokens, inputs.min_rows, starts, judged)
 
 
 def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
@@ -462,6 +529,22 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
+def _convolve(operation: Convolve, state: Pass) -> None:
+    module, x = operation.module, state.values[operation.x]
+    before, after, features = x.chunk(3, dim=1)
+    entered, out = before * features, torch.zeros_like(after)
+    weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
+
+    def step(known: Tensor, tokens: slice) -> Tensor:
+        total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
+        out[tokens] = total.to(out.dtype) * after[tokens]
+        return left.flatten()
+
+    inputs = state.inputs
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, (module.taps - 1) * module.width, step)
+    state.values[operation.out] = out
+
+
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
     EmbedAhead: _embed_ahead,
@@ -483,9 +566,18 @@ HANDLERS: dict[type, Handler] = {
     BeginBeside: _begin_beside,
     AttendBeside: _attend_beside,
     FeedBeside: _feed_beside,
+    EmbedLayers: _embed_layers,
+    MultiplyAll: _multiply_all,
+    ActivateSparsely: _activate_sparsely,
+    ExpandVersions: _expand_versions,
+    PredictVersions: _predict_versions,
+    CorrectVersions: _correct_versions,
+    AddToVersions: _add_to_versions,
+    MergeVersions: _merge_versions,
     Activate: _activate,
     ActivateXielu: _activate_xielu,
     Open: _open,
+    OpenHeads: _open_heads,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
     WeighTaps: _weigh_taps,
@@ -494,4 +586,5 @@ HANDLERS: dict[type, Handler] = {
     Concatenate: _concatenate,
     Scale: _scale,
     Add: _add,
+    Convolve: _convolve,
 }

@@ -144,6 +144,9 @@ class _Fusing:
             if operation.qk_norm.after_rotation:
                 self._missing["norms of queries and keys after rotation have no kernel"] = None
                 return None
+            if operation.qk_norm.values is not None:
+                self._missing["norms of values have no kernel"] = None
+                return None
             queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
             if queries is None or keys is None:
                 return None

@@ -178,11 +178,18 @@ def stored_scheme(config: Any) -> Scheme | None:
 
 # Missing parts that architectures need, by the beginnings of their names.
 _REASONS = {
-    "Gemma3n": "its residual stream has several versions (AltUp), layers read separate vectors for each token, and "
-    "the last layers reuse keys and values of earlier ones",
-    "Gemma4": "values are normalised, and may be keys; each layer ends with a learned factor; in some models, "
-    "layers read separate vectors for each token, and the last layers reuse keys and values of earlier "
-    "ones",
+    "AXK1": "the sum of the experts and of the network for every token is normed, too",
+    "BitNet": "results of attention and of the gates are normed before their last matrix",
+    "DeepseekV32": "a sparse index chooses the tokens that attention sees",
+    "DeepseekV4": "a sparse index chooses the tokens that attention sees, of which some are compressed",
+    "DiffLlama": "attention is the difference of two softmaxes",
+    "Doge": "each value adds a learned number to the scores of its token",
+    "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
+    "JetMoe": "heads of attention are experts that each token chooses",
+    "LongcatFlash": "layers have two attentions, and some experts return their input",
+    "MiMoV2Flash": "values have another size than keys",
+    "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
+    "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
 }
 
 
@@ -194,8 +201,8 @@ def _unknown(config: Any) -> UnsupportedModelError:
         why = f": {reasons[0]}"
     elif keeps_state(config):
         why = (
-            ": it keeps a state (recurrent, state-space or hybrid layers), and this project is for transformers, which "
-            "keep keys and values"
+            ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
+            "gated short convolutions"
         )
         instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):
@@ -258,7 +265,7 @@ def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -
 
 def _refuse_overrides(config: Any) -> None:
     """transformers obeys this setting in any config, although no family declares it."""
-    if getattr(config, "is_heterogeneous", False):
+    if getattr(config, "is_heterogeneous", False) and not str(config.model_type).startswith("gemma4"):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 

@@ -11,7 +11,7 @@ from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
 from engine.model.normalisation import Norm
-from engine.model.positions import Rotary
+from engine.model.positions import Rotary, Temperature
 from engine.model.spec import (
     Activation,
     Attention,
@@ -188,6 +188,22 @@ def rotary(
         scaling=scaling_of(config, settings, dim),
         in_float32=in_float32,
     )
+
+
+def tempered(config: Any) -> Temperature:
+    """The growth of queries with their position in a Mistral config: `llama_4_scaling_beta` of `rope_parameters`.
+
+    Raises:
+        UnsupportedModelError: it is absent or no number.
+    """
+    settings = settings_of(config, None)
+    growth, every = (settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if not isinstance(growth, int | float) or not isinstance(every, int | float) or every <= 0:
+        raise UnsupportedModelError(
+            "rope_parameters of the config must have the numbers llama_4_scaling_beta and "
+            f"original_max_position_embeddings for this architecture, got {growth!r} and {every!r}."
+        )
+    return Temperature(float(growth), float(every), first=0)
 
 
 def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
@@ -438,11 +454,15 @@ def dense(
     ]
 
 
-def residual_scaled(entries: Iterable[Entry], factor: float) -> list[Entry]:
-    """A layer's entries; its contributions to the residual stream are scaled."""
+def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = False) -> list[Entry]:
+    """A layer's entries; its contributions to the residual stream are scaled.
+
+    Args:
+        normed: it is normed before it is added.
+    """
     if factor == 1.0:
         return list(entries)
-    last = re.compile(r"\.(out|down)\.(weight|bias)$")
+    last = re.compile(r"\.(attention|ffn)\.after\.weight$" if normed else r"\.(out|down)\.(weight|bias)$")
     return [
         replace(entry, transform=Affine(factor, inner=entry.transform)) if last.search(entry.target) else entry
         for entry in entries

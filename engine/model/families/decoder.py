@@ -12,7 +12,7 @@ from typing import Any
 from engine.model.families.common import gated_network, lm, rms, tokens
 from engine.model.families.names import DecoderNames, decoder_table
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Block, FeedForward, Lm, ModelSpec, Placement, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, FeedForward, Lm, ModelSpec, Placement, Pre, Stack, StateLayer, Tokens
 from engine.model.table import Family, WeightTable
 
 
@@ -31,6 +31,7 @@ def decoder(
     brings: str,
     *,
     attention: Callable[[Any], Attention | list[Attention]],
+    mixing: Callable[[Any], list[StateLayer | None]] | None = None,
     ffn: Callable[[Any], FeedForward | list[FeedForward]] = gated_network,
     norm: Callable[[Any], Norm] = rms,
     placement: Callable[[Any, Norm], Placement] = before_each_sublayer,
@@ -51,6 +52,7 @@ def decoder(
     Args:
         name, architectures, brings, reads_mxfp4: see `Family`. Architectures whose names end with Model have no head.
         attention, ffn: one for all layers, or a list with one for each.
+        mixing: of each layer the part that carries a state in the place of attention; None where it is attention.
         norm: the norm of the layers, and of the end unless `final_norm` is set.
         placement: the placement of a layer's norms, from the config and the norm.
         crosses: whether layers also attend to an encoder, by attention of the same form.
@@ -74,12 +76,16 @@ def decoder(
             Block(
                 placement=order,
                 attention=part,
+                mixing=state,
                 cross=part if crossing else None,
                 ffn=network,
                 residual_scale=factor,
             )
-            for part, network in zip(
-                attentions, networks if isinstance(networks, list) else [networks] * layers, strict=True
+            for part, state, network in zip(
+                attentions,
+                [None] * layers if mixing is None else mixing(config),
+                networks if isinstance(networks, list) else [networks] * layers,
+                strict=True,
             )
         )
         stack = Stack(

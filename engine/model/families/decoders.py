@@ -19,7 +19,9 @@ from engine.model.families.common import (
     lm,
     rms,
     rotary,
+    routed,
     sliding_window,
+    tempered,
     tokens,
     windowed,
     with_head,
@@ -56,9 +58,9 @@ SANDWICH = (
 
 def _mistral(c: Any) -> list[Attention]:
     # transformers treats a Mistral config with layer_types as a Ministral's.
-    ministral = c.model_type == "ministral"
-    windows = layer_windows(c) if ministral else [sliding_window(c.sliding_window)] * c.num_hidden_layers
-    return windowed(c, windows, position=rotary(c))
+    by_layer = c.model_type in ("ministral", "cwm")
+    windows = layer_windows(c) if by_layer else [sliding_window(c.sliding_window)] * c.num_hidden_layers
+    return windowed(c, windows, position=rotary(c), temperature=tempered(c) if c.model_type == "ministral3" else None)
 
 
 def _smollm3(c: Any) -> list[Attention]:
@@ -87,7 +89,7 @@ def _ernie(c: Any) -> Attention:
     return attention(c, position=position, qkv_bias=qkv_bias, out_bias=out_bias)
 
 
-def _exaone4(c: Any) -> list[Attention]:
+def exaone4(c: Any) -> list[Attention]:
     """Layers with a window have rotary positions. If there are such layers, the others have none."""
     return [
         attention(
@@ -120,7 +122,7 @@ def _olmo2_norm(c: Any) -> Norm:
 
 
 def _olmo2(c: Any) -> list[Attention]:
-    """In OLMo 3 most layers have windows."""
+    """In OLMo 3 most layers have windows; FlexOlmo's have experts, see `_olmo2_network`."""
     layer_types = c.layer_types if c.model_type == "olmo3" else ["full_attention"] * c.num_hidden_layers
     return [
         attention(
@@ -132,6 +134,13 @@ def _olmo2(c: Any) -> list[Attention]:
         )
         for layer_type in layer_types
     ]
+
+
+def _olmo2_network(c: Any) -> FeedForward:
+    network = gated_network(c)
+    if c.model_type != "flex_olmo":
+        return network
+    return routed(network, count=c.num_experts, active=c.num_experts_per_tok, normalize=c.norm_topk_prob)
 
 
 def _gemma_norm(c: Any) -> Norm:
@@ -238,7 +247,7 @@ FAMILIES = (
     # Pre-norm RMS blocks, rotary positions, grouped-query attention, gated SiLU (arXiv:2302.13971).
     decoder(
         "LLaMA",
-        pairs("Llama"),
+        (*pairs("Llama"), "Emu3ForCausalLM", "Emu3TextModel"),
         "rotary positions with every RoPE scaling, grouped-query attention, gated SiLU, RMS norms",
         attention=lambda c: attention(c, position=rotary(c), bias=c.attention_bias),
         ffn=lambda c: gated_network(c, bias=c.mlp_bias),
@@ -268,10 +277,11 @@ FAMILIES = (
     ),
     # arXiv:2310.06825
     decoder(
-        "Mistral and Ministral",
-        pairs("Mistral", "Ministral"),
-        "sliding windows in all layers or in some",
+        "Mistral, Ministral and CWM",
+        pairs("Mistral", "Ministral", "Ministral3", "Cwm"),
+        "sliding windows in all layers or in some; Ministral 3: queries scaled by position",
         attention=_mistral,
+        ffn=lambda c: gated_network(c, bias=c.model_type == "cwm" and c.mlp_bias),
     ),
     decoder(
         "SmolLM3",
@@ -282,11 +292,12 @@ FAMILIES = (
     ),
     # AFM; squared ReLU: arXiv:2109.08668.
     decoder(
-        "Arcee",
-        pairs("Arcee"),
-        "plain feed-forward network with squared ReLU",
+        "Arcee and Jais 2",
+        pairs("Arcee", "Jais2"),
+        "plain feed-forward network with squared ReLU; Jais 2: layer norms",
         attention=lambda c: attention(c, position=rotary(c), bias=c.attention_bias),
         ffn=lambda c: dense_network(c, bias=c.mlp_bias),
+        norm=lambda c: Norm("layer", c.layer_norm_eps, bias=True) if c.model_type == "jais2" else rms(c),
         names=DecoderNames(ffn=UP_DOWN),
     ),
     decoder(
@@ -307,10 +318,11 @@ FAMILIES = (
     ),
     # arXiv:2501.00656
     decoder(
-        "OLMo 2 and 3",
-        pairs("Olmo2", "Olmo3"),
-        "norms after the sublayers, QK norms over the whole projection",
+        "OLMo 2 and 3, FlexOlmo",
+        pairs("Olmo2", "Olmo3", "FlexOlmo"),
+        "norms after the sublayers, QK norms over the whole projection; FlexOlmo: MoE",
         attention=_olmo2,
+        ffn=_olmo2_network,
         norm=_olmo2_norm,
         placement=lambda c, norm: AfterSublayer(norm, norm),
         names=DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -320,7 +332,7 @@ FAMILIES = (
         "EXAONE 4",
         pairs("Exaone4"),
         "norms after the sublayers, QK norms per head, layers without positions",
-        attention=_exaone4,
+        attention=exaone4,
         placement=lambda c, norm: AfterSublayer(norm, norm),
         names=DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
     ),

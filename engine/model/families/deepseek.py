@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3: attention over latents, and many small experts beside those for every token, except in the first
-layers (arXiv:2405.04434, arXiv:2412.19437)."""
+"""DeepSeek V2 and V3 and their kin: attention over latents, and many small experts beside those for every token, except
+in some layers (arXiv:2405.04434, arXiv:2412.19437)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from engine.model.families.common import (
     gated_network,
     groups_of,
     linear,
+    lm,
     network_counts,
     norm,
     rotary,
     routed,
+    tempered,
+    tokens,
 )
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames
+from engine.model.families.newer_expert_decoders import by_layer
 from engine.model.normalisation import Norm
 from engine.model.spec import Attention, Corrected, FeedForward, Gated, GroupLimited, Latent, Shared
 from engine.model.table import Entry, OfHeads
@@ -28,6 +32,8 @@ from engine.model.table import Entry, OfHeads
 def _attention(config: Any) -> Attention:
     second = _second(config)
     turned, content = config.qk_rope_head_dim, config.qk_nope_head_dim
+    # Mistral 4 says which share of a whole head rotates, GLM which share of what may rotate.
+    share_of = turned + content if config.model_type == "mistral4" else turned
     latent = Latent(
         width=config.kv_lora_rank,
         rotary=turned,
@@ -41,7 +47,14 @@ def _attention(config: Any) -> Attention:
         kv_heads=1,
         head_dim=latent.width + turned,
         scale=(content + turned) ** -0.5 * _stretched(config) ** 2,
-        position=rotary(config, turned, interleaved=second or bool(config.rope_interleave), in_float32=second),
+        position=rotary(
+            config,
+            share_of,
+            partial=config.model_type in ("glm4_moe_lite", "mistral4"),
+            interleaved=second or bool(getattr(config, "rope_interleave", False)),
+            in_float32=second,
+        ),
+        temperature=tempered(config) if config.model_type == "mistral4" else None,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         latent=latent,
@@ -49,7 +62,11 @@ def _attention(config: Any) -> Attention:
 
 
 def _networks(config: Any) -> list[FeedForward]:
-    """The first layers have no experts."""
+    """The first layers have no experts, or those of `mlp_layer_types`; some models have none at all."""
+    if not hasattr(config, "n_routed_experts"):
+        return [gated_network(config, bias=getattr(config, "mlp_bias", False))] * config.num_hidden_layers
+    if config.model_type == "glm4_moe_lite":
+        return by_layer(config, gated_network(config), _experts(config, False, False))
     first = config.first_k_dense_replace or 0
     bias = _second(config) and config.mlp_bias
     networks: list[FeedForward] = [gated_network(config, bias=bias)] * first
@@ -67,11 +84,12 @@ def _refuse_others(config: Any) -> None:
     """Raises UnsupportedModelError for settings that the reference does not compute."""
     second = _second(config)
     methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
+    scores = "softmax" if second or config.model_type == "mistral4" else "sigmoid"
     heads, turned = config.num_attention_heads, config.qk_rope_head_dim
     expected: list[tuple[str, object, tuple[object, ...]]] = [
         ("num_key_value_heads", config.num_key_value_heads, (heads,)),
-        ("head_dim", getattr(config, "head_dim", turned), (turned,)),
-        ("scoring_func", getattr(config, "scoring_func", None), (None, "softmax" if second else "sigmoid")),
+        ("head_dim", getattr(config, "head_dim", turned), (turned, turned + config.qk_nope_head_dim)),
+        ("scoring_func", getattr(config, "scoring_func", None), (None, scores)),
         ("topk_method", getattr(config, "topk_method", None), methods if second else (None, *methods)),
         ("moe_layer_freq", getattr(config, "moe_layer_freq", 1), (1,)),
     ]
@@ -101,7 +119,10 @@ def _stretched(config: Any) -> float:
 def _experts(config: Any, second: bool, bias: bool) -> FeedForward:
     (count, shared), act = network_counts(config), activation(config.hidden_act)
     routing: GroupLimited | Corrected
-    if not second:
+    if config.model_type == "mistral4":
+        groups, opened = groups_of(config, count, leaders=2)
+        routing = GroupLimited(groups, opened, scale=config.routed_scaling_factor, leaders=2)
+    elif not second:
         routing = corrected(config, count)
     elif config.topk_method == "greedy":
         routing = GroupLimited(scale=config.routed_scaling_factor)
@@ -138,12 +159,37 @@ def _latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     ]
 
 
-FAMILY = decoder(
-    "DeepSeek V2 and V3",
-    pairs("DeepseekV2", "DeepseekV3"),
-    "latent attention (MLA) with one cached vector per token, MoE with expert groups",
-    attention=_attention,
-    ffn=_networks,
-    refuse=_refuse_others,
-    names=DecoderNames(attention=_latent_weights, guesses=True),
+NAMES = DecoderNames(attention=_latent_weights, guesses=True)
+
+FAMILIES = (
+    decoder(
+        "DeepSeek V2 and V3",
+        pairs("DeepseekV2", "DeepseekV3"),
+        "latent attention (MLA) with one cached vector per token, MoE with expert groups",
+        attention=_attention,
+        ffn=_networks,
+        refuse=_refuse_others,
+        names=NAMES,
+    ),
+    decoder(
+        "GLM-4.7 Flash, Mistral 4 and Youtu",
+        pairs("Glm4MoeLite", "Mistral4", "Youtu"),
+        "DeepSeek's latent attention; MoE, in groups or not, or none; Mistral 4: queries scaled by position",
+        attention=_attention,
+        ffn=_networks,
+        refuse=_refuse_others,
+        names=NAMES,
+    ),
+    decoder(
+        "MiniCPM3",
+        pairs("MiniCPM3"),
+        "latent attention, scaled embeddings, residuals and logits",
+        attention=_attention,
+        ffn=_networks,
+        embedding=lambda c: tokens(c, scale=c.scale_emb),
+        residual_scale=lambda c: c.scale_depth / math.sqrt(c.num_hidden_layers),
+        head=lambda c: lm(c, logit_scale=1 / c.logits_scaling),
+        refuse=_refuse_others,
+        names=NAMES,
+    ),
 )

@@ -10,6 +10,7 @@ from engine.model.families.common import (
     activation,
     attention,
     corrected,
+    fused_experts,
     gated_network,
     layer_windows,
     linear,
@@ -24,7 +25,7 @@ from engine.model.families.common import (
     windowed,
 )
 from engine.model.families.decoder import decoder, pairs
-from engine.model.families.names import DecoderNames, ExpertNames, network_weights
+from engine.model.families.names import DecoderNames, ExpertNames, decoder_table, network_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import LongScaling, Rotary, YarnScaling
 from engine.model.spec import (
@@ -35,14 +36,17 @@ from engine.model.spec import (
     Experts,
     FeedForward,
     Gated,
+    ModelSpec,
     Opened,
     PerHead,
+    Pre,
+    Sandwich,
     Shared,
     Sinks,
     SparseMixer,
     WholeProjection,
 )
-from engine.model.table import Alternating, Entry, Flattened, Row, Same, Transform, Turned
+from engine.model.table import Alternating, Entry, Flattened, Row, Same, Transform, Turned, WeightTable
 
 MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
@@ -86,10 +90,28 @@ def _olmoe_refusals(c: Any) -> None:
 # ---------------------------------------------------------------- Granite
 
 
+def _granite_attention(c: Any) -> list[Attention]:
+    """Some have windows and sinks, and a rotary base for each layer; 0 stands for no positions."""
+    parts: dict[str, Any] = {"scale": c.attention_multiplier, "bias": c.attention_bias}
+    usual = rotary(c)
+    if not c.model_type.endswith("_swa"):
+        return [attention(c, position=usual, **parts)] * c.num_hidden_layers
+    if len(c.layer_rope_theta) != c.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer_rope_theta of the config must have one entry for each of num_hidden_layers {c.num_hidden_layers}, "
+            f"but has {len(c.layer_rope_theta)}."
+        )
+    positions = [replace(usual, theta=float(theta)) if theta else None for theta in c.layer_rope_theta]
+    return [
+        attention(c, position=position, window=window, sinks=Sinks(), **parts)
+        for position, window in zip(positions, layer_windows(c), strict=True)
+    ]
+
+
 def _granite(c: Any) -> FeedForward:
     """One network, experts, or both."""
     ffn: FeedForward = gated_network(c, bias=getattr(c, "mlp_bias", False))
-    if c.model_type in ("granitemoe", "granitemoeshared"):
+    if c.model_type in ("granitemoe", "granitemoeshared", "granitemoe_swa"):
         ffn = routed(gated_network(c), count=c.num_local_experts, active=c.num_experts_per_tok)
     if shared := getattr(c, "shared_intermediate_size", 0):
         assert isinstance(ffn, Experts)
@@ -111,7 +133,15 @@ def _granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]
         Entry(f"{target}.router.weight", (f"{stored}.router.layer.weight",)),
         Entry(f"{target}.up.weight", (f"{stored}.input_linear.weight",), shard_axis=1),
         Entry(f"{target}.down.weight", (f"{stored}.output_linear.weight",), shard_axis=2),
+        *fused_experts(target, f"{stored}.experts", f"{stored}.router"),
     ]
+
+
+def _hyperclova_weights(model: ModelSpec) -> WeightTable:
+    assert model.decoder is not None
+    sandwiched = isinstance(model.decoder.blocks[0].placement, Sandwich)
+    norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return decoder_table(model, DecoderNames(norms=norms if sandwiched else norms[::2]))
 
 
 # ---------------------------------------------------------------- Hunyuan
@@ -182,6 +212,9 @@ def _qwen_networks(c: Any) -> list[FeedForward]:
 
 
 def _glm4_moe(c: Any) -> list[Attention]:
+    if c.model_type == "solar_open":
+        position = rotary(c, partial=True)
+        return windowed(c, [None] * c.num_hidden_layers, position=position, qkv_bias=c.attention_bias)
     dots = c.model_type == "dots1"
     return windowed(
         c,
@@ -195,8 +228,8 @@ def _glm4_moe(c: Any) -> list[Attention]:
 
 def _glm4_networks(c: Any) -> list[FeedForward]:
     """The first layers have no experts."""
-    first = min(c.first_k_dense_replace or 0, c.num_hidden_layers)
-    networks: list[FeedForward] = [gated_network(c)] * first
+    first = min(getattr(c, "first_k_dense_replace", None) or 0, c.num_hidden_layers)
+    networks: list[FeedForward] = [gated_network(c)] * first if first else []
     if first == c.num_hidden_layers:
         return networks
     count, shared = network_counts(c)
@@ -377,14 +410,27 @@ FAMILIES = (
     # LLaMA's or Mixtral's blocks with constant factors.
     decoder(
         "Granite and GraniteMoE",
-        pairs("Granite", "GraniteMoe", "GraniteMoeShared"),
-        "scaled embeddings, scores, residuals and logits; MoE with optional shared experts",
-        attention=lambda c: attention(c, scale=c.attention_multiplier, position=rotary(c), bias=c.attention_bias),
+        pairs("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteSWA", "GraniteMoeSWA"),
+        "scaled embeddings, scores, residuals and logits; MoE with optional shared experts; SWA: windows and sinks",
+        attention=_granite_attention,
         ffn=_granite,
         embedding=lambda c: tokens(c, scale=c.embedding_multiplier),
         residual_scale=lambda c: c.residual_multiplier,
         head=lambda c: lm(c, logit_scale=1 / c.logits_scaling),
         names=DecoderNames(ffn=_granite_weights),
+    ),
+    # Granite's constants, which multiply logits here, and norms after the sublayers, too.
+    decoder(
+        "HyperCLOVA X",
+        pairs("HyperCLOVAX"),
+        "scaled embeddings, scores, residuals and logits, norms before and after the sublayers",
+        attention=lambda c: attention(c, scale=c.attention_multiplier, position=rotary(c), bias=c.attention_bias),
+        ffn=lambda c: gated_network(c, bias=c.mlp_bias),
+        placement=lambda c, norm: Sandwich(norm, norm, norm, norm) if c.use_post_norm else Pre(norm, norm),
+        embedding=lambda c: tokens(c, scale=c.embedding_multiplier),
+        residual_scale=lambda c: c.residual_multiplier,
+        head=lambda c: lm(c, logit_scale=c.logits_scaling),
+        weights=_hyperclova_weights,
     ),
     # arXiv:2411.02265
     decoder(
@@ -411,8 +457,8 @@ FAMILIES = (
     ),
     # arXiv:2508.06471, arXiv:2506.05767
     decoder(
-        "GLM-4.5 and dots.llm1",
-        pairs("Glm4Moe", "Dots1"),
+        "GLM-4.5, dots.llm1 and Solar Open",
+        pairs("Glm4Moe", "Dots1", "SolarOpen"),
         "MoE routed by corrected sigmoid scores, in groups, with a shared expert",
         attention=_glm4_moe,
         ffn=_glm4_networks,

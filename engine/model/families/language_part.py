@@ -13,6 +13,9 @@ ARCHITECTURES = frozenset(
     {
         "AyaVisionForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "Llama4ForConditionalGeneration",
@@ -34,11 +37,16 @@ _FAMILIES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -100,4 +108,5 @@ def without_vision(table: WeightTable) -> WeightTable:
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
     r"(model\.)?image_newline",
+    r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )

@@ -41,6 +41,7 @@ from engine.model.spec import (
     Sandwich,
     Shared,
     Stack,
+    StateLayer,
     Tokens,
 )
 from engine.model.table import Entry, Reshaped, Same, Transform, WeightTable
@@ -77,9 +78,11 @@ class LayerNames:
         qkv: the matrices of queries, keys and values, or the single matrix with all three.
         qkv_form: how they are stored; None: queries first, then keys, then values.
         out: the matrix after attention.
+        gate: the matrix that makes the gates of attention's results.
         attention: the entries of another form of attention, from our name, the layer's name and the part.
+        mixing: the entries of a layer that carries a state instead of attention, from the same arguments.
         qk_norm: norms of queries and keys, with `{}` for q or k, or `{word}` for query or key, and with `{head}` if the
-            norm of each head is a separate vector.
+            norm of each head is a separate vector. Empty if `attention` gives them.
         norms: one name for each norm of the placement, in the order of application.
         ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one. For
             other forms, a function of our name, the layer's name and the part.
@@ -93,6 +96,8 @@ class LayerNames:
     qkv_form: Callable[[Attention], Transform] | None = None
     out: str = "self_attn.o_proj"
     attention: Callable[[str, str, Attention], list[Entry]] | None = None
+    gate: str = "self_attn.gate_proj"
+    mixing: Callable[[str, str, StateLayer], list[Entry]] | None = None
     qk_norm: str = "self_attn.{}_norm"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     ffn: tuple[str, ...] | Callable[[str, str, FeedForward], list[Entry]] = (
@@ -193,6 +198,10 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         for (place, own), name in zip(norm_places(block.placement), names.norms, strict=False)
         for entry in norm_weights(f"{target}.{place}", f"{source}.{name}", own, names.norm_weight)
     ]
+    if isinstance(block.mixing, StateLayer):
+        assert names.mixing is not None
+        entries += names.mixing(inner, source, block.mixing)
+        return residual_scaled(entries + network_weights(ffn, source, block.ffn, names), block.residual_scale)
     if names.attention is not None:
         entries += names.attention(inner, source, part)
     elif isinstance(names.qkv, str):
@@ -203,7 +212,10 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += qkv(f"{inner}.qkv", (queries, keys, values), part, names.qkv_form and names.qkv_form(part))
     if names.attention is None:
         entries += linear(f"{inner}.out", f"{source}.{names.out}", part.out_bias, 1, names.matrix)
-    entries += qk_norm_weights(f"{inner}.qk_norm", f"{source}.{names.qk_norm}", part)
+    if part.gate is not None:
+        entries += linear(f"{inner}.gate", f"{source}.{names.gate}", False, 0)
+    if names.qk_norm:
+        entries += qk_norm_weights(f"{inner}.qk_norm", f"{source}.{names.qk_norm}", part)
     if part.sinks is not None:
         entries.append(Entry(f"{inner}.sinks", (f"{source}.self_attn.sinks",)))
     if block.cross is not None and names.cross is not None:
@@ -213,7 +225,8 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += norm_weights(f"{target}.cross.{place}", f"{source}.{names.cross_norm}", own)
         entries += cross(f"{target}.cross.inner", (queries, keys, values, out), block.cross)
     entries += network_weights(ffn, source, block.ffn, names)
-    return residual_scaled(entries, block.residual_scale)
+    normed = isinstance(block.placement, Sandwich | AfterSublayer)
+    return residual_scaled(entries, block.residual_scale, normed=normed)
 
 
 def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
@@ -227,7 +240,7 @@ def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
             return [("attention.after", first), ("ffn.after", second)]
         case NormedResidual(first, second):
             return [("attention.first", first), ("ffn.first", second)]
-        case Sandwich(first, second, third, fourth):
+        case Sandwich(first, second, third, fourth, _, _):
             places = ("attention.before", "attention.after", "ffn.before", "ffn.after")
             return [*zip(places, (first, second, third, fourth), strict=True)]
         case Parallel(norms):

@@ -31,6 +31,7 @@ from engine.model.spec import (
     ModelSpec,
     NormedResidual,
     Parallel,
+    PerHead,
     Placement,
     Post,
     Pre,
@@ -153,6 +154,12 @@ def _gpt_neox(c: Any) -> Attention:
             f"head_dim must be hidden_size / num_attention_heads = {head_dim} for this architecture, got {c.head_dim}."
         )
     return multi_head(c, position=rotary(c, head_dim, partial=True), bias=c.attention_bias)
+
+
+def _persimmon(c: Any) -> Attention:
+    head_dim = even_head_dim(c.hidden_size, c.num_attention_heads)
+    norm = PerHead(Norm("layer", c.layer_norm_eps, bias=True)) if c.qk_layernorm else None
+    return multi_head(c, position=rotary(c, head_dim, partial=True), qk_norm=norm)
 
 
 # ---------------------------------------------------------------- Falcon
@@ -403,6 +410,22 @@ FAMILIES = (
             # Causal masks and frequencies that old checkpoints store as buffers.
             unread=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
             renamed=((r"^embed_out\.", "lm_head."),),
+        ),
+    ),
+    decoder(
+        "Persimmon",
+        pairs("Persimmon"),
+        "QK norms with biases, partial rotary positions, squared ReLU, interleaved QKV",
+        attention=_persimmon,
+        ffn=dense_network,
+        norm=lambda c: Norm("layer", c.layer_norm_eps, bias=True),
+        names=DecoderNames(
+            final_norm="final_layernorm",
+            qkv="self_attn.query_key_value",
+            qkv_form=_group_by_group,
+            out="self_attn.dense",
+            qk_norm="self_attn.{}_layernorm",
+            ffn=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         ),
     ),
     # arXiv:2311.16867

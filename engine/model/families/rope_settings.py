@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from engine.errors import UnsupportedModelError
-from engine.model.positions import BandScaling, DynamicScaling, LinearScaling, LongScaling, Scaling, YarnScaling
+from engine.model.positions import (
+    BandScaling,
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    Scaling,
+    ShareScaling,
+    YarnScaling,
+)
 
 
 def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
@@ -48,7 +56,7 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int
         partial: whether the family rotates only a share of them, `partial_rotary_factor`.
     """
     share = settings.get("partial_rotary_factor")
-    if share is None:
+    if share is None or settings.get("rope_type") == "proportional":  # whose other features do not turn
         share = 1.0
     elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
@@ -72,6 +80,14 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
             return None
         case "linear":
             return LinearScaling(_number(settings, "factor"))
+        case "proportional":
+            share = settings.get("partial_rotary_factor", 1.0)
+            if not _is_number(share) or not 0 < share <= 1:
+                raise UnsupportedModelError(
+                    "partial_rotary_factor must be a number above 0 and at most 1 for rope_type proportional, got "
+                    f"{share!r}."
+                )
+            return ShareScaling(int(share * dim // 2), _number(settings, "factor", 1.0))
         case "dynamic":
             if dim == 2:
                 raise UnsupportedModelError("rope_type dynamic needs more than 2 rotated features.")
@@ -106,7 +122,7 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
         case kind:
             raise UnsupportedModelError(
                 f"The checkpoint's config asks for rope_type {kind!r}, which is not implemented. "
-                "Implemented: default, linear, dynamic, llama3, yarn, longrope."
+                "Implemented: default, linear, dynamic, llama3, yarn, longrope, proportional."
             )
 
 

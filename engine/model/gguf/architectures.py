@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
+from safetensors.torch import save
+
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, OneRow
+from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, Kernels, OneRow
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_parameters
+from engine.model.gguf.tensors import mapped, read_numbers, read_tensor
 
 Config = dict[str, Any]
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class Architecture:
 
     Attributes:
         config: makes the config from the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`; for experts or heads that are stored together, one
-            name for each, with `{}` for its index.
+        layer: tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads
+            that are stored together, one name for each, with `{}` for its index.
         layers: the prefix of a layer's index.
         outer: tensors beside the layers.
         arranged: transforms of tensors, named as in `layer` or `outer`, with another layout.
@@ -100,13 +105,15 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
     """The tensors of a file under transformers' names, in the file's order; tensors without one keep their own
     names."""
     for info in file.tensors.values():
+        if info.name in DENSE:  # they are in folders of their own
+            continue
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
         placed = _renamed(info, architecture, config)
         name = placed.name
         if "{}" not in name:
             yield placed
-        elif len(info.shape) != (3 if ".mlp." in name or ".block_sparse_moe." in name else 2):
+        elif len(info.shape) != (2 if ".norms." in name else 3):
             raise ModelLoadError(
                 f"{file.path}: {info.name} should hold a matrix for each expert, or a vector for each head. "
                 "Download it again."
@@ -142,15 +149,31 @@ def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Pl
         name, prefix = architecture.outer.get(stem), ""
     else:
         stem, ending = found[2], found[3]
-        name, prefix = architecture.layer.get(stem), f"{architecture.layers}.{found[1]}."
+        prefix = f"{architecture.layers}.{found[1]}."
+        if whole := architecture.layer.get(f"{stem}.{ending}"):
+            return Placed(f"{prefix}{whole}", info, AsStored())
+        name = architecture.layer.get(stem)
     if name is None:
         return Placed(info.name, info, AsStored())
     make = architecture.arranged.get(f"{stem}.{ending}", architecture.arranged.get(stem))
     return Placed(f"{prefix}{name}.{ending}", info, AsStored() if make is None else make(config))
 
 
-def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms") -> Config:
-    """The settings of most architectures."""
+def _plain(
+    metadata: Metadata,
+    model_type: str,
+    name: str,
+    *,
+    norm: str = "rms",
+    apart: tuple[str, ...] = (),
+    embeds: bool = False,
+) -> Config:
+    """The settings of most architectures.
+
+    Args:
+        apart: settings in which layers differ; they are left to the caller.
+        embeds: the model sees later tokens, and makes vectors of texts.
+    """
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     if not heads or "token_embd.weight" not in metadata.file.tensors:
         raise ModelLoadError(f"{metadata.file.path} has no attention heads, or lacks token_embd.weight.")
@@ -160,19 +183,24 @@ def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms")
             f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it "
             f"contains {len(metadata.file.tensors)} tensors. Download it again."
         )
+    heads_of_keys = heads
+    if "attention.head_count_kv" not in apart:
+        heads_of_keys = metadata.count("attention.head_count_kv", heads)
+    width = 0 if "feed_forward_length" in apart else metadata.count("feed_forward_length", 0)
     metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
-    metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
-    metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
+    if not embeds:
+        metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
+        metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
     ending = "layer_norm_rms_epsilon" if norm == "rms" else "layer_norm_epsilon"
     return {
         "architectures": [name],
         "model_type": model_type,
         "vocab_size": metadata.file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.count("feed_forward_length", 0),
+        "intermediate_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
+        "num_key_value_heads": heads_of_keys,
         "head_dim": head_dim,
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps" if norm == "rms" else "layer_norm_eps": metadata.number(f"attention.{ending}"),
@@ -273,8 +301,8 @@ def _gemma_2(metadata: Metadata) -> Config:
     )
 
 
-def _gemma_3(metadata: Metadata) -> Config:
-    config = _plain(metadata, "gemma3_text", "Gemma3ForCausalLM")
+def _gemma_3(metadata: Metadata, *, embeds: bool = False) -> Config:
+    config = _plain(metadata, "gemma3_text", "Gemma3ForCausalLM", embeds=embeds)
     every = metadata.count("attention.sliding_window_pattern", 6)
     windowed = [not every or bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
@@ -293,6 +321,177 @@ def _gemma_3(metadata: Metadata) -> Config:
             "query_pre_attn_scalar": _query_scalar(config, layers_of_largest=62),
         },
     )
+
+
+def _gemma_embedding(metadata: Metadata) -> Config:
+    """EmbeddingGemma: what follows the hidden states is in `sentence_files`."""
+    metadata.must_be("attention.causal", False, otherwise="attention to earlier tokens alone is")
+    metadata.count("pooling_type", 1)
+    for name in DENSE:
+        stem = name.removesuffix(".weight")
+        if name in metadata.file.tensors:
+            outputs, inputs = metadata.file.tensors[name].shape
+            metadata.must_be(f"{stem}_feat_in", inputs, otherwise="a matrix of another shape is")
+            metadata.must_be(f"{stem}_feat_out", outputs, otherwise="a matrix of another shape is")
+    config = _gemma_3(metadata, embeds=True)
+    return config | {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
+
+
+DENSE = ("dense_2.weight", "dense_3.weight")
+"""Matrices that follow the pooling."""
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
+
+
+def sentence_files(file: Gguf) -> dict[str, Any]:
+    """The files that tell how a model that makes vectors of texts pools hidden states, as sentence-transformers has
+    them; empty for other models.
+
+    Raises:
+        UnsupportedModelError: another pooling.
+    """
+    metadata = Metadata(file)
+    if metadata.architecture != "gemma-embedding":
+        return {}
+    pooling = metadata.count("pooling_type", 1)
+    if pooling not in _POOLING:
+        raise UnsupportedModelError(
+            f"{file.path}: gemma-embedding.pooling_type must be one of {', '.join(map(str, _POOLING))}, got {pooling}."
+        )
+    stem, files = "sentence_transformers.models", dict[str, Any]()
+    parts = [("", f"{stem}.Transformer"), ("1_Pooling", f"{stem}.Pooling")]
+    files["sentence_bert_config.json"] = {"max_seq_length": metadata.count("context_length"), "do_lower_case": False}
+    files["1_Pooling/config.json"] = {
+        "word_embedding_dimension": metadata.count("embedding_length"), "pooling_mode": _POOLING[pooling],
+    }  # fmt: skip
+    for number, name in enumerate((each for each in DENSE if each in file.tensors), start=2):
+        weight = read_tensor(mapped(file.path), file.tensors[name])
+        outputs, inputs = weight.shape
+        parts.append((f"{number}_Dense", f"{stem}.Dense"))
+        files[f"{number}_Dense/config.json"] = {
+            "in_features": inputs, "out_features": outputs, "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }  # fmt: skip
+        files[f"{number}_Dense/model.safetensors"] = save({"linear.weight": weight})
+    parts.append((f"{len(parts)}_Normalize", f"{stem}.Normalize"))
+    files["modules.json"] = [
+        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(parts)
+    ]
+    return files
+
+
+def _gemma_layers(metadata: Metadata, config: Config) -> Config:
+    """The settings that Gemma 3n and 4 have in common."""
+    layers = config["num_hidden_layers"]
+    windowed = [bool(each) for each in metadata.each("attention.sliding_window_pattern", layers)]
+    vectors = metadata.count("embedding_length_per_layer_input", 0)
+    table = metadata.file.tensors.get("per_layer_token_embd.weight")
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": metadata.count("attention.sliding_window"),
+        "layer_types": _layer_types(windowed),
+        "num_kv_shared_layers": metadata.count("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": vectors if table is not None else 0,
+        "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
+        "final_logit_softcapping": (
+            metadata.number("final_logit_softcapping") if metadata.has("final_logit_softcapping") else None
+        ),
+    }
+
+
+def _local_base(metadata: Metadata) -> Config:
+    return {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
+
+
+def _gemma_3n(metadata: Metadata) -> Config:
+    config = _plain(metadata, "gemma3n_text", "Gemma3nForCausalLM", apart=("feed_forward_length",))
+    config = _gemma_layers(metadata, config)
+    layers, low_rank = config["num_hidden_layers"], metadata.file.tensors.get("blk.0.laurel_l.weight")
+    cutoffs = metadata.each("activation_sparsity_scale", layers, default=-math.inf)
+    return _whole_rotation(
+        metadata,
+        config
+        | {
+            "intermediate_size": [int(each) for each in metadata.each("feed_forward_length", layers)],
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"], "sliding_attention": _local_base(metadata),
+            },
+            "final_logit_softcapping": config["final_logit_softcapping"] or 30.0,
+            "altup_num_inputs": metadata.count("altup.num_inputs"),
+            "altup_active_idx": metadata.count("altup.active_idx"),
+            "laurel_rank": 1 if low_rank is None else low_rank.shape[0],
+            # The share of gates that stay shut; a cutoff is kept as its quantile.
+            "activation_sparsity_pattern": [round(NormalDist().cdf(each), 7) for each in cutoffs],
+        },
+    )  # fmt: skip
+
+
+def _gemma_4(metadata: Metadata) -> Config:
+    apart = ("feed_forward_length", "attention.head_count_kv")
+    config = _gemma_layers(metadata, _plain(metadata, "gemma4_text", "Gemma4ForCausalLM", apart=apart))
+    layers, wide = config["num_hidden_layers"], config["head_dim"]
+    narrow = metadata.count("attention.key_length_swa", wide)
+    metadata.must_be("attention.value_length_swa", narrow, otherwise="values of another size than keys are")
+    metadata.must_be("rope.dimension_count", wide, otherwise="a rotation of some features is")
+    metadata.must_be("rope.dimension_count_swa", narrow, otherwise="a rotation of some features is")
+    widths = [int(each) for each in metadata.each("feed_forward_length", layers)]
+    own = [int(each) for each in metadata.each("attention.head_count_kv", layers, config["num_attention_heads"])]
+    kinds, tensors = config["layer_types"], metadata.file.tensors
+    first = layers - config["num_kv_shared_layers"]
+    globals_ = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    doubled = len(set(widths)) > 1
+    if any(width != widths[0] * (2 if doubled and i >= first else 1) for i, width in enumerate(widths)):
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: feed_forward_length is {widths}; supported of GGUF files of Gemma 4: one width, or "
+            "twice as much in the layers that read the keys of others. Use the checkpoint in safetensors."
+        )
+    local = next((own[i] for i, kind in enumerate(kinds) if kind != "full_attention"), own[0])
+    experts = "blk.0.ffn_gate_inp.weight" in tensors
+    return config | {
+        "head_dim": narrow,
+        "num_key_value_heads": local,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": doubled,
+        "per_layer_config": {str(i): {"head_dim": wide, "num_key_value_heads": own[i]} for i in globals_},
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in globals_ if i < first),
+        "rope_parameters": {"full_attention": _share_rotation(metadata), "sliding_attention": _local_base(metadata)},
+        "enable_moe_block": experts,
+        "num_experts": metadata.count("expert_count", 0) or None,
+        "top_k_experts": metadata.count("expert_used_count", 0) or None,
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length", 0) or None,
+    }
+
+
+def _share_rotation(metadata: Metadata) -> Config:
+    """Rotary positions of some pairs of features: the frequencies of the others are divided by a huge number."""
+    base = metadata.number("rope.freq_base", 1_000_000.0)
+    if FACTORS not in metadata.file.tensors:
+        return {"rope_type": "default", "rope_theta": base}
+    divisors = read_numbers(metadata.file, FACTORS)
+    turning = sum(each == 1.0 for each in divisors)
+    if any(each != 1.0 for each in divisors[:turning]) or any(each < 1e20 for each in divisors[turning:]):
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: {FACTORS} of Gemma 4 must be 1 for the first frequencies and huge for the others."
+        )
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": turning / len(divisors)}
+
+
+def _mistral_3(metadata: Metadata) -> Config:
+    metadata.must_be("expert_count", 0, otherwise="experts are")
+    metadata.must_be("expert_used_count", 0, otherwise="experts are")
+    config = _plain(metadata, "mistral", "MistralForCausalLM") | {"sliding_window": None}
+    growth = metadata.number("attention.temperature_scale", 0.0)
+    if growth:
+        settings = config["rope_parameters"]
+        original = settings.get("original_max_position_embeddings", config["max_position_embeddings"])
+        length = metadata.count("attention.temperature_length", original)
+        if length != original:
+            raise UnsupportedModelError(
+                f"{metadata.file.path}: attention.temperature_length must be the original context length {original}, "
+                f"got {length}. Use the checkpoint in safetensors."
+            )
+        settings |= {"llama_4_scaling_beta": growth, "original_max_position_embeddings": original}
+        config |= {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    return _whole_rotation(metadata, config)
 
 
 def _layer_types(windowed: list[bool]) -> list[str]:
@@ -370,6 +569,45 @@ def _stablelm(metadata: Metadata) -> Config:
     )
 
 
+def _lfm2(metadata: Metadata) -> Config:
+    config = _of_lfm2(metadata, "lfm2", "Lfm2ForCausalLM")
+    return config | {"block_auto_adjust_ff_dim": False}  # the length of the networks is what the adjustment gives
+
+
+def _lfm2_moe(metadata: Metadata) -> Config:
+    sigmoid = 2
+    metadata.must_be("expert_gating_func", sigmoid, otherwise="other scores of experts are")
+    return _of_lfm2(metadata, "lfm2_moe", "Lfm2MoeForCausalLM") | {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": metadata.count("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _of_lfm2(metadata: Metadata, model_type: str, name: str) -> Config:
+    """Layers without heads of keys are convolutions."""
+    metadata.must_be("attention.sliding_window", 0, otherwise="a window is")
+    config = _plain(metadata, model_type, name, apart=("attention.head_count_kv",))
+    heads = [int(count) for count in metadata.each("attention.head_count_kv", config["num_hidden_layers"])]
+    config["num_key_value_heads"] = max(heads)
+    if others := sorted(set(heads) - {0, config["num_key_value_heads"]}):
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: layers of LFM2 have {config['num_key_value_heads']} heads of keys or none, but one "
+            f"has {others[0]}."
+        )
+    config |= {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": metadata.count("shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
+    }
+    return _whole_rotation(metadata, config)
+
+
 _PROJECTIONS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -405,6 +643,19 @@ _SANDWICH = _PROJECTIONS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LAYER_VECTORS = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_OUTER_VECTORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _TURNED_NEIGHBOURS: dict[str, Callable[[Config], Arrangement]] = {
     "attn_q": lambda config: Interleaved(config["num_attention_heads"]),
     "attn_k": lambda config: Interleaved(config["num_key_value_heads"]),
@@ -417,11 +668,81 @@ def _above_one(*names: str) -> dict[str, Callable[[Config], Arrangement]]:
 
 _MIXTRAL = Architecture(_mixtral, _PROJECTIONS | _MIXTRAL_EXPERTS, arranged=_TURNED_NEIGHBOURS)
 _AFTER = ("post_attention_norm", "post_ffw_norm")
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM2_EXPERTS = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_LFM2_OUTER = {
+    # Older files call the norm at the end that of the embedding, as transformers does.
+    "token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm", "output": "lm_head",
+}  # fmt: skip
+_KERNELS: dict[str, Callable[[Config], Arrangement]] = {"shortconv.conv.weight": lambda config: Kernels()}
 _ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture(_command_r, _PROJECTIONS | _HEAD_NORMS),
     "gemma": Architecture(_gemma, _PROJECTIONS, arranged=_above_one()),
     "gemma2": Architecture(_gemma_2, _SANDWICH, arranged=_above_one(*_AFTER)),
     "gemma3": Architecture(_gemma_3, _SANDWICH | _HEAD_NORMS, arranged=_above_one(*_AFTER, *_HEAD_NORMS)),
+    "gemma-embedding": Architecture(
+        _gemma_embedding, _SANDWICH | _HEAD_NORMS, arranged=_above_one(*_AFTER, *_HEAD_NORMS)
+    ),
+    "gemma3n": Architecture(
+        _gemma_3n,
+        _SANDWICH
+        | _HEAD_NORMS
+        | _LAYER_VECTORS
+        | {
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale.weight": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        outer=_OUTER_VECTORS
+        | {"altup_proj": "model.altup_projections.{}", "altup_unembd_proj": "model.altup_unembed_projections.{}"},
+    ),
+    "gemma4": Architecture(
+        _gemma_4,
+        _SANDWICH
+        | _HEAD_NORMS
+        | _LAYER_VECTORS
+        | {
+            "layer_output_scale.weight": "layer_scalar",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+            "ffn_gate_exps": "experts.{}.gate_proj",
+            "ffn_up_exps": "experts.{}.up_proj",
+            "ffn_down_exps": "experts.{}.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        outer=_OUTER_VECTORS,
+    ),
     "gpt2": Architecture(
         _gpt_2,
         {
@@ -440,7 +761,10 @@ _ARCHITECTURES: dict[str, Architecture] = {
             "output": "lm_head",
         },
     ),
+    "lfm2": Architecture(_lfm2, _LFM2, outer=_LFM2_OUTER, arranged=_KERNELS),
+    "lfm2moe": Architecture(_lfm2_moe, _LFM2 | _LFM2_EXPERTS, outer=_LFM2_OUTER, arranged=_KERNELS),
     "llama": Architecture(_llama, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
+    "mistral3": Architecture(_mistral_3, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
     "phi2": Architecture(
         _phi_2,
         _PROJECTIONS | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},

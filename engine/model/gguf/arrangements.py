@@ -75,3 +75,14 @@ class OneRow(Arrangement):
 
     def arrange(self, stored: Tensor) -> Tensor:
         return stored.view(self.shape(tuple(stored.shape)))
+
+
+@dataclass(frozen=True)
+class Kernels(Arrangement):
+    """Kernels of one feature each, [features, 1, taps], which are stored without the dimension in the middle."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored if len(stored) == 3 else (stored[0], 1, *stored[1:])
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.view(self.shape(tuple(stored.shape)))

@@ -26,7 +26,7 @@ LINK = "model.gguf"
 """The name of the link to the file."""
 NO_TOKENIZER = "no_tokenizer.txt"
 """The file with the reason if there is no tokenizer."""
-_FORMAT = 4
+_FORMAT = 5
 """Changes with the contents of the folder."""
 _UNFINISHED = ".octavo-writing-"
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -109,6 +109,10 @@ def _make(folder: Path, path: Path) -> None:
     draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
     try:
         for name, content in contents.items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            if isinstance(content, bytes):
+                (draft / name).write_bytes(content)
+                continue
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             (draft / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         (draft / LINK).symlink_to(path)
@@ -123,7 +127,7 @@ def _make(folder: Path, path: Path) -> None:
 
 def _contents(file: Gguf) -> dict[str, Any]:
     """The files of the folder."""
-    from engine.model.gguf.architectures import describe
+    from engine.model.gguf.architectures import describe, sentence_files
     from engine.model.gguf.sampling import sampling_fields
     from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
 
@@ -134,6 +138,7 @@ def _contents(file: Gguf) -> dict[str, Any]:
         "config.json": config | ids | {"dtype": _dtype(file)},
         "generation_config.json": {name: value for name, value in ids.items() if value is not None}
         | sampling_fields(file),
+        **sentence_files(file),
     }
     try:
         found |= tokenizer_files(file)

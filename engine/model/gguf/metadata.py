@@ -59,6 +59,18 @@ class Metadata:
             raise self._wrong(name, value, "a number")
         return float(value)
 
+    def each(self, name: str, layers: int, default: float | None = None) -> list[float]:
+        """Numbers, one for each layer; one number stands for all.
+
+        Raises:
+            ModelLoadError: there is none, another kind of value, or another number of them.
+        """
+        value = self._value(name, default)
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) != layers or not all(isinstance(one, int | float) and not math.isnan(one) for one in found):
+            raise self._wrong(name, value, f"a number for each of {layers} layers")
+        return found
+
     def text(self, name: str, default: str | None = None) -> str:
         """A text.
 

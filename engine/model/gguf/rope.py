@@ -36,7 +36,11 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
             metadata.must_be("rope.scaling.yarn_ext_factor", 1.0, otherwise="other extrapolations are")
             metadata.must_be("rope.scaling.yarn_attn_factor", 1.0, otherwise="other factors of scores are")
             metadata.must_be("rope.scaling.attn_factor", 1.0, otherwise="other factors of scores are")
-            metadata.must_be("rope.scaling.yarn_log_multiplier", 0.0, otherwise="other factors of scores are")
+            if metadata.architecture == "mistral3":
+                multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+                settings |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+            else:
+                metadata.must_be("rope.scaling.yarn_log_multiplier", 0.0, otherwise="other factors of scores are")
         case "longrope":
             if SHORT_FACTORS not in metadata.file.tensors:
                 raise UnsupportedModelError(f"{metadata.file.path} asks for longrope, but lacks {SHORT_FACTORS}.")

@@ -12,6 +12,7 @@ from engine.model.spec.attention import (
     EachHead,
     Fourier,
     Latent,
+    OutputGate,
     PerHead,
     QkNorm,
     Sinks,
@@ -23,6 +24,8 @@ from engine.model.spec.blocks import (
     Block,
     Bottleneck,
     Convolution,
+    LayerInput,
+    LowRank,
     NormedResidual,
     Parallel,
     Placement,
@@ -57,23 +60,28 @@ from engine.model.spec.networks import (
     Gated,
     GroupLimited,
     Likeliest,
+    NormedSum,
     Opened,
+    Rescaled,
     Routing,
     ScaledInput,
     Shared,
+    SparselyGated,
     SparseMixer,
     Xielu,
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
-from engine.model.spec.stack import PredictingStream, Repeated, Stack
+from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
+from engine.model.spec.states import ShortConvolution, StateLayer
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "Dense", "EachHead",
     "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated", "GlobalStream",
-    "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "Likeliest", "Lm", "MaskedLm",
-    "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "Opened", "Parallel", "Patches", "PerHead", "Placement",
-    "Pool", "Post", "Pre", "PredictingStream", "Probe", "QkNorm", "Repeated", "ResidualNetwork", "Routing", "Sandwich",
-    "ScaledInput", "Shared", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "Spectrum", "Stack", "Tokens",
-    "WholeProjection", "Xielu",
+    "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput", "LayerVectors",
+    "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
+    "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
+    "Probe", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput", "Shared",
+    "ShortConvolution", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack",
+    "StateLayer", "Tokens", "Versions", "WholeProjection", "Xielu",
 ]  # fmt: skip

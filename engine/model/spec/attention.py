@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.backends.attention.base import Sight
 from engine.model.normalisation import Norm
@@ -45,6 +46,19 @@ QkNorm = PerHead | WholeProjection | AfterRotation | EachHead
 class Sinks:
     """A learned score for each head that is part of the softmax and has no value: a query may attend to it instead of
     tokens (arXiv:2508.10925)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """What heads attended to is multiplied by function(gate(x)) before the output matrix, x being what queries are made
+    of (arXiv:2505.06708).
+
+    Attributes:
+        per_head: a gate has one number for each head, not for each feature.
+    """
+
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    per_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +110,15 @@ class Attention:
         causal: whether a query sees no later key.
         window: the keys that a query sees: a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
+        value_norm: normalisation of values per head, without weights of its own.
+        one_for_both: a matrix makes keys, and values are what it gives before they are normed and rotated.
+        reads: the number of an earlier layer whose keys and values this one reads; it makes queries alone then.
         qkv_bias, out_bias: whether the projections have biases; with latents, the projections that make them.
         clip: limits projected queries, keys and values to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
         spans: convolution heads beside the attention heads.
+        gate: what their results are multiplied by.
         latent: the source of queries, keys and values; None: each has a separate projection of the hidden state. With
             latents there is one KV head, and head_dim is the width of a token's vector in pages.
         global_tokens: tokens that the window does not limit; the window must then have equal size on both sides.
@@ -119,12 +137,16 @@ class Attention:
     causal: bool = True
     window: Sight | None = None
     qk_norm: QkNorm | None = None
+    value_norm: Norm | None = None
+    one_for_both: bool = False
+    reads: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     clip: float | None = None
     softcap: float | None = None
     sinks: Sinks | None = None
     spans: Spans | None = None
+    gate: OutputGate | None = None
     latent: Latent | None = None
     global_tokens: GlobalTokens | None = None
     block_sums: BlockSums | None = None

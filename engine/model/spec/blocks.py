@@ -8,6 +8,7 @@ from typing import Literal
 from engine.model.normalisation import Norm
 from engine.model.spec.attention import Attention, Fourier
 from engine.model.spec.networks import Activation, FeedForward
+from engine.model.spec.states import StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Sandwich:
     after_attention: Norm
     before_ffn: Norm
     after_ffn: Norm
+    before_cross: Norm | None = None
+    after_cross: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,34 @@ class Bottleneck:
     values: Literal["entered", "whole"] = "entered"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """x + norm(projection(activation(gate(x)) * own)) after the sublayers, own being the layer's vector of the token
+    (`LayerVectors`). Of a stream of several versions, gate reads the active one and the sum goes to the others.
+
+    Attributes:
+        width: features of the vector.
+        norm: of what is added.
+    """
+
+    width: int
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """y + norm(right(left(y))), y being what attention reads, beside attention; the sum of both and of the stream is
+    divided by the root of 2 (LAuReL, arXiv:2411.07501).
+
+    Attributes:
+        rank: features between the two matrices.
+    """
+
+    rank: int
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
@@ -106,6 +137,9 @@ class Block:
     Attributes:
         mixing: an alternative way to mix tokens, if attention has no heads (`NO_ATTENTION`).
         bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
+        input: what the layer reads of each token beside the stream.
+        low_rank: what runs beside attention.
+        factor: the stream is multiplied by a learned number at last.
         residual_scale: factor of the additions by attention and feed-forward network; their last matrices are
             multiplied by it at load time.
     """
@@ -113,8 +147,11 @@ class Block:
     placement: Placement
     attention: Attention
     ffn: FeedForward
-    mixing: Fourier | None = None
+    mixing: Fourier | StateLayer | None = None
     bottleneck: Bottleneck | None = None
     cross: Attention | None = None
     beside: Convolution | None = None
+    input: LayerInput | None = None
+    low_rank: LowRank | None = None
+    factor: bool = False
     residual_scale: float = 1.0

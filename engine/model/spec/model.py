@@ -59,6 +59,16 @@ class ModelSpec:
         return max(reaches, default=None) if len(windows) == len(parts) else None
 
     @property
+    def state_sizes(self) -> list[int]:
+        """Numbers of the state of each of the decoder's layers that carry one."""
+        return [part.state_size for part in self.decoder.states] if self.decoder else []
+
+    @property
+    def state_kinds(self) -> list[str]:
+        """The kinds of these layers."""
+        return sorted({type(part).__name__ for part in self.decoder.states}) if self.decoder else []
+
+    @property
     def signal(self) -> SignalInfo | None:
         """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads only token ids."""
         encoder = self.encoder if self.twin is None else self.twin.encoder

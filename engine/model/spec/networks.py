@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.model.normalisation import Norm
+
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
 
@@ -29,6 +31,16 @@ class Gated:
     width: int
     activation: Activation
     bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SparselyGated:
+    """down(activation(relu(g - m - cutoff * s)) * up(x)), m and s being the mean and the standard deviation of the
+    gates g = gate(x) of a token: only the largest gates stay open (arXiv:2506.06644)."""
+
+    width: int
+    activation: Activation
+    cutoff: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,12 @@ class Likeliest:
 
 
 @dataclass(frozen=True, slots=True)
+class Rescaled:
+    """The experts of the largest probabilities (softmax), which are their weights, made to sum to 1; each expert's
+    weight is multiplied by a learned number at last (Gemma 4)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Corrected:
     """The experts with the largest sums of score and a learned correction, weighted by the scores alone: this balances
     load without a loss term (arXiv:2408.15664). Everything is computed in float32.
@@ -66,6 +84,7 @@ class Corrected:
         groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
             best pairs of experts.
         least: minimum of the sum that divides the weights.
+        added: added to that sum.
         scale: factor of the weights.
     """
 
@@ -73,6 +92,7 @@ class Corrected:
     groups: int = 1
     open_groups: int = 1
     least: float = 0.0
+    added: float = 0.0
     scale: float = 1.0
 
 
@@ -85,11 +105,13 @@ class GroupLimited:
         groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
             best experts.
         scale: factor of the weights.
+        leaders: experts of a group that speak for it by the sum of their probabilities.
     """
 
     groups: int = 1
     open_groups: int = 1
     scale: float = 1.0
+    leaders: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +132,7 @@ class ScaledInput:
     not weighted (Llama 4)."""
 
 
-Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput
+Routing = Likeliest | Rescaled | Corrected | GroupLimited | SparseMixer | ScaledInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,4 +173,18 @@ class Shared:
     always: Gated | Opened
 
 
-FeedForward = Dense | Gated | Xielu | Experts | Shared
+@dataclass(frozen=True, slots=True)
+class NormedSum:
+    """first(always(x)) + second(routed(before(stream))), where the router reads judged(stream) and x is the normed
+    stream: experts beside a network, each with norms of its own (Gemma 4).
+
+    Attributes:
+        norm: of all four; the router's has no other weights than these.
+    """
+
+    always: Gated
+    routed: Experts
+    norm: Norm
+
+
+FeedForward = Dense | Gated | SparselyGated | Xielu | Experts | Shared | NormedSum

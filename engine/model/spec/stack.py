@@ -10,6 +10,7 @@ from engine.model.positions import DistanceVectors, RelativeBuckets
 from engine.model.spec.attention import Attention
 from engine.model.spec.blocks import Block
 from engine.model.spec.embedding import Embedding
+from engine.model.spec.states import StateLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,44 @@ class PredictingStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerVectors:
+    """Each token has a vector for each layer (`LayerInput`): (norm(projection(x)) + scale * table[id]) / root of 2, x
+    being the token's embedding (Gemma 3n).
+
+    Attributes:
+        vocab_size: rows of the table. Ids beyond it read row 0.
+        width: features of one layer's vector.
+        norm: over these.
+    """
+
+    vocab_size: int
+    width: int
+    norm: Norm
+
+    @property
+    def scale(self) -> float:
+        """The factor of the table."""
+        return float(self.width**0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """The residual stream has several versions. Each layer predicts all of them, works on the active one, and corrects
+    all by what it has made of it (AltUp, arXiv:2301.13310).
+
+    Attributes:
+        count, active: how many there are, and the number of the one that layers work on.
+        norm: of what makes the coefficients of predictions and corrections.
+        scaled: what a layer's `LayerInput` reads is multiplied by a learned vector.
+    """
+
+    count: int
+    active: int
+    norm: Norm
+    scaled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """An encoder or a decoder.
 
@@ -47,6 +86,8 @@ class Stack:
         block_bias: a bias that they add to the scores of sums of blocks, by the distance from a token's own block.
         global_vectors: learned vectors that pass through the layers beside the tokens of each input.
         predicting: the stream that the head reads instead of the tokens' hidden states.
+        layer_vectors: what layers read of each token beside the stream.
+        versions: of the stream; None: it is one.
         projection: features to which a matrix without bias maps the hidden states at the end.
         distances: the vectors that blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
@@ -60,6 +101,8 @@ class Stack:
     block_bias: RelativeBuckets | None = None
     global_vectors: int = 0
     predicting: PredictingStream | None = None
+    layer_vectors: LayerVectors | None = None
+    versions: Versions | None = None
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None
@@ -68,6 +111,11 @@ class Stack:
     def attentions(self) -> tuple[Attention, ...]:
         """The attentions of the blocks that have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
+
+    @property
+    def states(self) -> tuple[StateLayer, ...]:
+        """The parts that carry a state, of the blocks that have one."""
+        return tuple(block.mixing for block in self.blocks if isinstance(block.mixing, StateLayer))
 
     @property
     def sides(self) -> dict[str, int]:

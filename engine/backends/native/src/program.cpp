@@ -242,6 +242,15 @@ struct Runner {
                           thread, threads);
   }
 
+  StateRows state_rows() const {
+    return {step.sources, step.targets, step.snapshots, step.afters, step.starts, step.rows};
+  }
+
+  void run(const ConvolveWhat& o) const {
+    const Convolved<T> a{at(o.x), at(o.out), o.weight, o.bias, o.x.stride, o.out.stride, o.width, o.taps, o.gated};
+    convolve_part(a, *o.memory, state_rows(), thread, threads);
+  }
+
   void run(const ClipWhat& o) const {
     const Vector most = all(static_cast<float>(o.limit)), least = all(static_cast<float>(-o.limit));
     each_row([&](int64_t row) {
@@ -267,6 +276,7 @@ struct Runner {
       case OPEN: return run(*static_cast<const OpenWhat*>(o.what));
       case SHRINK: return run(*static_cast<const ShrinkWhat*>(o.what));
       case EXPAND: return run(*static_cast<const ExpandWhat*>(o.what));
+      case CONVOLVE: return run(*static_cast<const ConvolveWhat*>(o.what));
     }
   }
 };

@@ -7,6 +7,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "states.h"
 
 namespace octavo {
 
@@ -15,7 +16,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12 };
 
 struct Operation {
   int64_t kind;
@@ -39,6 +40,7 @@ struct Step {
   int64_t num_runs;
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
+  const int32_t *sources, *targets, *snapshots, *afters;  // [rows] state slots, see StateRows
   void* tickets;             // [operations, spare] Ticket, for products
   int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
   int64_t outside;           // result: 0, or an `Outside`
@@ -128,6 +130,14 @@ struct ShrinkWhat {
 struct ExpandWhat {
   Place thin, y;
   const AdapterSlot* slots;
+};
+
+// out = b * convolution(a * values) of x = [a | b | values], or silu(convolution(x)).
+struct ConvolveWhat {
+  Place x, out;
+  const float *weight, *bias;
+  const StateMemory* memory;
+  int64_t width, taps, gated;
 };
 
 struct ClipWhat {

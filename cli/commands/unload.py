@@ -1,0 +1,33 @@
+"""`octavo unload`: unloads a model of a running service."""
+
+from __future__ import annotations
+
+import json
+
+from cli.talking.served import ask, models_parser, print_models
+from cli.terminal.parser import OneLineParser
+
+PROG = "octavo unload"
+DESCRIPTION = """\
+Unload a model of a running service that serves several. The next request to it loads it again.
+
+  octavo unload chat
+"""
+
+
+def parser() -> OneLineParser:
+    """The model, the server, and --json."""
+    return models_parser(PROG, DESCRIPTION, name=True)
+
+
+def run(arguments: list[str]) -> int:
+    """Unload it; 1 if that cannot be done."""
+    given = parser().parse_args(arguments)
+    card = ask(PROG, given, "POST", "/v1/models/unload", {"model": given.name})
+    if card is None:
+        return 1
+    if given.json:
+        print(json.dumps(card, indent=2))
+    else:
+        print_models([card])
+    return 0

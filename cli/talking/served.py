@@ -1,0 +1,68 @@
+"""The models of a running service: the flags that find it, and their states as a table."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from cli.errors import TalkError
+from cli.talking.options import add_server, default_key, default_url
+from cli.talking.wire import Place, Wire
+from cli.terminal.parser import OneLineParser
+from cli.terminal.style import print_table, say
+
+_MIB = 2**20
+
+
+def models_parser(prog: str, about: str, *, name: bool) -> OneLineParser:
+    """The parser of a command about a service's models.
+
+    Args:
+        name: it takes the name of one.
+    """
+    made = OneLineParser(prog=prog, usage=f"{prog} {'NAME ' * name}[flags]", description=about)
+    if name:
+        made.add_argument("name", metavar="NAME", help="name or alias of the model")
+    add_server(made)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def ask(prog: str, given: argparse.Namespace, method: str, path: str, body: Any = None) -> Any:
+    """The service's answer; None if there is none, which has been said."""
+    try:
+        wire = Wire(Place.parse(given.url or default_url()), given.api_key or default_key(), given.timeout)
+        return wire.json(method, path, body)
+    except TalkError as problem:
+        say(prog, str(problem))
+        return None
+
+
+def print_models(cards: list[dict[str, Any]]) -> None:
+    """One line for each."""
+    rows = [
+        (
+            str(card.get("id", "")),
+            _state(card),
+            "-" if card.get("memory") is None else f"{card['memory'] / _MIB:.0f} MiB",
+            str(card.get("running_requests", "-")),
+            _until(card),
+            ", ".join(card.get("tasks") or ()) or "-",
+        )
+        for card in cards
+    ]
+    print_table(("model", "state", "memory", "requests", "unloads", "tasks"), rows)
+
+
+def _state(card: dict[str, Any]) -> str:
+    state = str(card.get("state", "loaded"))  # a service with one model does not say it
+    if card.get("percent") is not None:
+        return f"{state} {card['percent']}%"
+    return f"{state}: {card['reason']}" if card.get("reason") else state
+
+
+def _until(card: dict[str, Any]) -> str:
+    if card.get("expires_at") is None:
+        return "-"
+    return f"in {max(card['expires_at'] - time.time(), 0.0):.0f} s"

@@ -1,0 +1,24 @@
+"""States of layers that carry one from token to token, as operations read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a pass's rows (`engine.scheduling.plan.StateRows`).
+
+    Attributes:
+        layers: of each layer with a state, [slots + 1, numbers] float32; slot 0 is zeros.
+        sources, targets, snapshots, afters: [rows] int32 on the host.
+    """
+
+    layers: Sequence[Tensor]
+    sources: Tensor
+    targets: Tensor
+    snapshots: Tensor
+    afters: Tensor

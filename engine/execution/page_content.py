@@ -1,0 +1,58 @@
+"""The content of pages as bytes on the host: what is kept outside the KV cache, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.backends import triton as gpu
+from engine.execution.kv_cache import KVCache
+from engine.execution.transfers import Download
+
+Bytes = NDArray[np.uint8]
+
+
+class PageContent:
+    """Reads and writes whole pages of a cache.
+
+    A page's bytes are those of all layers' tensors, one after the other.
+
+    Attributes:
+        size: bytes of a page.
+    """
+
+    def __init__(self, cache: KVCache):
+        tensors = [tensor for layer in cache.layers for tensor in layer]
+        # [pages, bytes]; they share memory with the cache.
+        self._views = [tensor.view(torch.uint8).view(tensor.shape[0], -1) for tensor in tensors]
+        self._device = tensors[0].device
+        ends = np.cumsum([view.shape[1] for view in self._views]).tolist()
+        self._parts = [slice(end - view.shape[1], end) for view, end in zip(self._views, ends, strict=True)]
+        self.size: int = ends[-1]
+        self._arrays = [view.numpy() for view in self._views] if self._device.type == "cpu" else []
+
+    def read(self, page: int) -> Callable[[], Bytes]:
+        """Copy a page to the host; the result waits for the copy, and gives [size] bytes. The page may be written again
+        by later steps."""
+        if self._arrays:
+            content = np.empty(self.size, dtype=np.uint8)
+            for array, part in zip(self._arrays, self._parts, strict=True):
+                content[part] = array[page]
+            return lambda: content
+        with torch.inference_mode(), gpu.current(self._device):
+            return Download(torch.cat([view[page] for view in self._views])).wait
+
+    def write(self, pages: Sequence[int], content: Bytes) -> None:
+        """Fill pages from content [pages, size], before any later step."""
+        if self._arrays:
+            for array, part in zip(self._arrays, self._parts, strict=True):
+                array[pages] = content[:, part]
+            return
+        with torch.inference_mode(), gpu.current(self._device):
+            index = torch.tensor(pages, device=self._device)
+            sent = torch.from_numpy(content).to(self._device)
+            for view, part in zip(self._views, self._parts, strict=True):
+                view[index] = sent[:, part]

@@ -1,0 +1,102 @@
+"""The operations of layers that read more than one stream: vectors of their own, and several versions of the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from engine.backends.native.program import Rows
+from engine.model import spec
+from engine.model.layer_vectors import LayerEmbedding
+from engine.model.operations import HasRows
+from engine.model.versions import LayerVersions, VersionEnds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedLayers(HasRows):
+    """out = each layer's vectors of the tokens, whose embedding is x."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: LayerEmbedding
+    x: Rows
+    out: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MultiplyAll(HasRows):
+    """x = x * factor, a learned number or a constant."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+    factor: nn.Parameter | float
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivateSparsely(HasRows):
+    """out = function(relu(a - m - cutoff * s)) * b of x = [a | b], m and s being a row's mean and deviation."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    function: spec.Activation
+    cutoff: float
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandVersions(HasRows):
+    """versions = those that a stream begins with, made of its embedding x."""
+
+    READS = ("x",)
+    WRITES = ("versions",)
+    module: VersionEnds
+    x: Rows
+    versions: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictVersions(HasRows):
+    """versions = a layer's predictions of them; out = the active one."""
+
+    READS = ("versions",)
+    WRITES = ("versions", "out")
+    module: LayerVersions
+    versions: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorrectVersions(HasRows):
+    """versions = predictions, corrected by the layer's result x; out = what is read of the active one beside it."""
+
+    READS = ("versions", "x")
+    WRITES = ("versions", "out")
+    module: LayerVersions
+    versions: Rows
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddToVersions(HasRows):
+    """versions = versions + x, but for the first."""
+
+    READS = ("versions", "x")
+    WRITES = ("versions",)
+    module: LayerVersions
+    versions: Rows
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergeVersions(HasRows):
+    """out = the one stream that versions make at last."""
+
+    READS = ("versions",)
+    WRITES = ("out",)
+    module: VersionEnds
+    versions: Rows
+    out: Rows

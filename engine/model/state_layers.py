@@ -1,0 +1,45 @@
+"""The modules of layers that carry a state from token to token."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from engine.model import spec
+from engine.model.layers import Linear
+from engine.model.place import Place
+
+
+class CausalConvolution(nn.Module):
+    """The weights of a convolution in which each feature sees itself in the last tokens, its own included.
+
+    The state is the inputs of the last `kernel - 1` tokens, oldest first.
+
+    Args:
+        width: features.
+        kernel: tokens.
+    """
+
+    def __init__(self, width: int, kernel: int, bias: bool, place: Place):
+        super().__init__()
+        self.width, self.taps = width, kernel
+        self.weight = place.parameter(width, kernel)
+        self.bias = place.parameter(width) if bias else None
+
+
+class StateModule(nn.Module):
+    """A layer's module that carries a state, and has no keys and values in pages."""
+
+
+class GatedConvolution(StateModule):
+    """The weights of out(c * convolution(b * x)), where `enter` makes b, c and x."""
+
+    def __init__(self, part: spec.ShortConvolution, hidden_size: int, place: Place):
+        super().__init__()
+        self.enter = Linear(hidden_size, 3 * part.width, part.bias, place)
+        self.convolution = CausalConvolution(part.width, part.kernel, part.bias, place)
+        self.out = Linear(part.width, hidden_size, part.bias, place)
+
+
+def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
+    """The module of a layer with a state."""
+    return GatedConvolution(part, hidden_size, place)

@@ -1,0 +1,30 @@
+"""The operations of a layer program that carry a state from token to token.
+
+They read the state of each row before its first token and write the state after its last one
+(`engine.model.inputs.States`). The result of a token depends on its own row's tokens alone, and not on how they are
+divided into steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.backends.native.program import Rows
+from engine.model.operations import HasRows
+from engine.model.state_layers import CausalConvolution
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolve(HasRows):
+    """out = b * convolution(a * x) of [a | b | x].
+
+    Attributes:
+        layer: whose state, among the layers that have one.
+    """
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: CausalConvolution
+    x: Rows
+    out: Rows
+    layer: int

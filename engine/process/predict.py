@@ -1,0 +1,129 @@
+"""A process that predicts the memory of models, as `octavo models` does: `python -m engine.process.predict`, with one
+JSON line for each model's settings as its standard input. It answers each with a line, and ends.
+
+The server does not import torch, and this does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import NotDownloadedError, OctavoError
+
+_TUPLES = ("lora_modules", "catalogue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The memory of a model before it is loaded. Sizes in bytes.
+
+    Attributes:
+        memory: the most that its engine takes, while it loads or once its KV cache is full.
+        weights: of that, the weights.
+        free: memory of its device that was free.
+        on_gpu: it is a GPU's memory.
+        tasks: what the model can do.
+        max_model_len: tokens of prompt and answer together.
+        problem: why it cannot be loaded; "" if it can.
+        unknown: it is not on this machine yet.
+    """
+
+    memory: int = 0
+    weights: int = 0
+    free: int = 0
+    on_gpu: bool = False
+    tasks: tuple[str, ...] = ()
+    max_model_len: int = 0
+    problem: str = ""
+    unknown: bool = False
+
+
+def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:
+    """The predictions for some models, each as soon as it is known. Blocks for some seconds, most of them before the
+    first one.
+
+    Args:
+        download: models on the hub are downloaded first.
+
+    Raises:
+        OctavoError: the process ended early.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", f"{__package__}.predict"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # a terminal's Ctrl-C is for the service to obey
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        try:
+            with process.stdin as lines:
+                for config in configs:
+                    lines.write(json.dumps([download, dataclasses.asdict(config)]).encode() + b"\n")
+            for _ in configs:
+                line = process.stdout.readline()
+                if not line:
+                    raise OctavoError("the process that predicts the memory of models ended early.")
+                yield _read(json.loads(line))
+        except BrokenPipeError as problem:
+            raise OctavoError("the process that predicts the memory of models ended early.") from problem
+        finally:
+            process.kill()
+
+
+def _read(values: dict[str, Any]) -> Prediction:
+    return Prediction(**values | {"tasks": tuple(values["tasks"])})
+
+
+def look(config: EngineConfig, *, download: bool = False) -> Prediction:
+    """The prediction for one model, in this process, which imports torch.
+
+    Args:
+        download: a model on the hub is downloaded first.
+    """
+    from engine.inspection import inspect_model  # brings torch
+    from engine.model.checkpoint import locate
+
+    try:
+        if download:
+            locate(config.model, config.revision, config.hf_token)
+        facts = inspect_model(config)
+    except NotDownloadedError:
+        return Prediction(unknown=True)
+    except OctavoError as problem:
+        return Prediction(problem=str(problem))
+    on_gpu = facts.device.startswith("cuda")
+    held = max(facts.peak, facts.resident + facts.pages) if facts.resident else facts.weights + facts.pages
+    return Prediction(
+        memory=held,
+        weights=facts.weights,
+        free=facts.free,
+        on_gpu=on_gpu,
+        tasks=("transcribe",) if facts.hears else tuple(facts.tasks),
+        max_model_len=facts.max_model_len,
+    )
+
+
+def main() -> None:
+    """Answer each line."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    for line in sys.stdin:
+        download, values = json.loads(line)
+        config = EngineConfig(**values | {name: tuple(values[name]) for name in _TUPLES})
+        answers.write(json.dumps(dataclasses.asdict(look(config, download=download))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""State slots: memory for the states of layers that carry one from token to token beside keys and values in pages.
+
+A slot holds the states of all such layers after some token of a sequence. It is never changed: a row of a step reads
+its sequence's slot and writes another one, and the first is given up when the result is applied. So a failed step can
+be computed again, forks share a slot, and a slot at the end of a page is a snapshot that the prefix cache keeps under
+that page's hash. `BlockPool` counts slots as it counts pages; slot 0 is the state before the first token, zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.scheduling.block_pool import BlockPool, PageHash
+from engine.scheduling.row import Row, RowState
+from engine.scheduling.sequence import Sequence
+
+
+class StateSlots:
+    """The states of all sequences.
+
+    Args:
+        pool: of slots.
+        block_size: tokens of a page: snapshots are of states at the ends of pages.
+        publishes: snapshots are kept for later requests.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, *, publishes: bool):
+        self.pool = pool
+        self._size = block_size
+        self._publishes = publishes
+
+    def take(self, row: Row, least: int) -> bool:
+        """Give a row that is planned the slot that it writes; False if there is none left.
+
+        Args:
+            least: slots that must be left if the row is to write a snapshot, too.
+        """
+        sequence, slots = row.sequence, self.pool.reserve(1)
+        if slots is None:
+            return False
+        row.state = RowState(sequence.states[-1], slots[0])
+        sequence.states.append(slots[0])
+        # The last page that a prompt's repetition could adopt: it leaves at least one token to compute.
+        place = (row.start + row.count - 1) // self._size * self._size
+        if self._publishes and row.count > 1 and place > row.start and self.pool.num_available > least:
+            more = self.pool.reserve(1)
+            assert more is not None
+            row.state = replace(row.state, snapshot=more[0], after=place - row.start)
+            sequence.snapshots += more
+        return True
+
+    def advance(self, row: Row, hash_of: Callable[[int], PageHash]) -> None:
+        """A row's tokens are computed: its sequence goes on from the slot that the row wrote.
+
+        Args:
+            hash_of: the hash of the sequence's first so many pages.
+        """
+        state, sequence = row.state, row.sequence
+        if state is None:
+            return
+        if state.snapshot:
+            self.pool.publish(state.snapshot, hash_of((row.start + state.after) // self._size))
+            self.pool.free([state.snapshot])
+            sequence.snapshots.remove(state.snapshot)
+        end = row.start + row.count
+        if self._publishes and end % self._size == 0:
+            page_hash = hash_of(end // self._size)
+            if self.pool.publish(state.target, page_hash) and row.count == 1:
+                # Of an answer, the last end of a page is enough: conversations go on from there.
+                if sequence.last_snapshot is not None:
+                    self.pool.forget_unfound(sequence.last_snapshot)
+                sequence.last_snapshot = page_hash
+        self.pool.free([sequence.states.pop(0)])
+
+    def match(self, hashes: list[PageHash]) -> int:
+        """The most pages at the beginning after which the state is known."""
+        return next((count for count in range(len(hashes), 0, -1) if self.pool.knows(hashes[count - 1])), 0)
+
+    def adopt(self, sequence: Sequence, page_hash: PageHash) -> None:
+        """Let a sequence without tokens go on from a snapshot."""
+        sequence.states = self.pool.adopt(self.pool.match([page_hash]))
+
+    def share(self, child: Sequence, parent: Sequence) -> None:
+        """Let a sequence go on from its parent's state."""
+        states = self.pool.fork(parent.states)
+        self.release(child)
+        child.states = states
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence gives up its states. Its next token is its first."""
+        self.pool.free(sequence.states)
+        self.pool.free(sequence.snapshots)
+        sequence.states, sequence.snapshots, sequence.last_snapshot = [0], [], None
+
+    def split(self, row: Row, count: int) -> tuple[RowState | None, RowState | None] | None:
+        """The states of a row's first `count` tokens and of its others, which are computed one after the other; None if
+        there is no slot for the state between them."""
+        state, sequence = row.state, row.sequence
+        if state is None:
+            return None, None
+        slots = self.pool.reserve(1)
+        if slots is None:
+            return None
+        sequence.states.insert(sequence.states.index(state.target), slots[0])
+        first, second = RowState(state.source, slots[0]), RowState(slots[0], state.target)
+        if not state.snapshot:
+            return first, second
+        if state.after <= count:
+            return replace(first, snapshot=state.snapshot, after=state.after), second
+        return first, replace(second, snapshot=state.snapshot, after=state.after - count)
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Raise AssertionError if a slot is lost or counted wrongly."""
+        self.pool.check_integrity([[*sequence.states, *sequence.snapshots] for sequence in sequences])

@@ -1,0 +1,66 @@
+"""The memory that models may take together. Every byte is promised before a load begins, and given back when the
+engine's process has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine import OctavoError
+
+_MIB = 2**20
+
+
+class TooLargeError(OctavoError):
+    """A model that would not fit even alone."""
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """The memory of one engine.
+
+    Attributes:
+        size: bytes.
+    """
+
+    size: int
+
+
+class Budget:
+    """Promises memory.
+
+    Args:
+        limit: bytes; None: not known yet.
+    """
+
+    def __init__(self, limit: int | None):
+        self.limit = limit
+        self._promises: set[Promise] = set()
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all promises."""
+        return sum(promise.size for promise in self._promises)
+
+    def check(self, name: str, size: int) -> None:
+        """Refuse a model that can never be loaded.
+
+        Raises:
+            TooLargeError: says what to change.
+        """
+        if self.limit is not None and size > self.limit:
+            raise TooLargeError(
+                f"{name} needs {size / _MIB:.0f} MiB, but all models together may take {self.limit / _MIB:.0f} MiB "
+                "(max_memory). Raise --max-memory, or lower the model's kv_cache_memory."
+            )
+
+    def promise(self, size: int) -> Promise | None:
+        """Promise so many bytes; None if they are not there."""
+        if self.limit is not None and self.taken + size > self.limit:
+            return None
+        made = Promise(size)
+        self._promises.add(made)
+        return made
+
+    def give_back(self, promise: Promise) -> None:
+        """The engine of a promise is gone."""
+        self._promises.discard(promise)

@@ -1,0 +1,69 @@
+"""The engines of all models as one client, for the parts of a service that serve no model of their own: health, the
+front door and what is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+from engine import CacheMap, EngineDeadError, EngineInfo, EngineStats
+from engine.process.client import EngineClient, Progress
+
+# Of no model: it has no tasks, and its sizes bound nothing.
+_NO_MODEL = EngineInfo(
+    model="", model_path="", dtype="", kv_cache_dtype="", device="", max_model_len=1 << 20, vocab_size=0, block_size=0,
+    num_blocks=0, full_requests=0.0, max_num_seqs=1, max_num_beams=1, tasks=(), encoder_only=True,
+)  # fmt: skip
+
+
+class AllEngines(EngineClient):
+    """Takes no requests.
+
+    Args:
+        clients: those of the loaded models at the moment.
+        close: ends all models.
+    """
+
+    def __init__(self, clients: Callable[[], Collection[EngineClient]], close: Callable[[], Any]):
+        self.info = _NO_MODEL
+        self._clients = clients
+        self._close = close
+
+    def submit(self, *request: Any, **terms: Any) -> NoReturn:
+        """Refuse a request, which must go to a model's engine."""
+        raise EngineDeadError("no model was selected")
+
+    def abandon(self, request_id: str) -> None:
+        """There are no requests."""
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """There are no requests."""
+
+    async def settled(self) -> None:
+        """There is nothing to wait for."""
+
+    def stats(self) -> EngineStats:
+        """Nothing: each model has its own."""
+        return EngineStats()
+
+    async def cache_map(self) -> CacheMap:
+        """Refuse: there is no cache of all models."""
+        raise EngineDeadError("no model was selected")
+
+    @property
+    def is_alive(self) -> bool:
+        """The service can load models, whatever has become of each."""
+        return True
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the engine that has shown none for the longest time."""
+        busy = [client.progress for client in self._clients() if not client.progress.idle]
+        return max(busy, key=lambda progress: progress.seconds, default=Progress(idle=True, seconds=0.0))
+
+    def give_up(self, cause: str) -> None:
+        """Each engine is watched by itself."""
+
+    async def close(self) -> None:
+        """End all models."""
+        await self._close()

@@ -1,0 +1,48 @@
+"""The state of a model as clients and operators see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """One served model at this moment. Times are Unix seconds, sizes bytes.
+
+    Attributes:
+        name: its id to clients.
+        state: "failed" after a load that failed, or an engine that was given up; the next load may succeed.
+        reason: the cause, if it has failed, or cannot be loaded; else "".
+        aliases: other names that select it.
+        source: the folder, GGUF file or hub id.
+        pinned: it is loaded at the start and never unloaded to save memory.
+        percent: of the weights that are loaded, while it loads; None before that is known.
+        memory: what it takes, or would take, weights, KV cache and process together; None before it is known.
+        size: of its weights alone; None before it is known.
+        tasks: what it can do; empty before it is known.
+        endpoints: paths of the endpoints that it serves; empty before its first load.
+        max_model_len: its longest context in tokens; None before it is known.
+        loaded_at, last_used: None while it is not loaded.
+        expires_at: when it will be unloaded if no request comes; None if it stays, or is not loaded.
+        running: requests that use it now.
+    """
+
+    name: str
+    state: State
+    reason: str = ""
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    pinned: bool = False
+    percent: int | None = None
+    memory: int | None = None
+    size: int | None = None
+    tasks: tuple[str, ...] = ()
+    endpoints: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    loaded_at: float | None = None
+    last_used: float | None = None
+    expires_at: float | None = None
+    running: int = 0

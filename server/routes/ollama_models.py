@@ -1,0 +1,190 @@
+"""The endpoints of Ollama's API about models: those that list, show and load, and the refusals of those that store."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, NoReturn
+
+from fastapi import APIRouter, Body, Response
+
+from engine import AdapterInfo
+from server.answering.ollama_events import NDJSON, written
+from server.answering.ollama_facts import capabilities, details_of, files_of, model_info
+from server.answering.ollama_input import find_model, served_names, tagged
+from server.api import examples
+from server.api.ollama_schemas import (
+    OllamaListed,
+    OllamaModels,
+    OllamaNameRequest,
+    OllamaProcesses,
+    OllamaRunning,
+    OllamaShown,
+    OllamaStatus,
+    OllamaVersion,
+)
+from server.api.reading import UntypedJsonRoute
+from server.context import HouseDep, Service, ServiceDep
+from server.errors import ApiError, shown
+from server.routes.ollama import ERRORS
+
+router = APIRouter()
+listing = APIRouter()  # of the only model and its adapters
+home = APIRouter()  # where no page is at /
+bodies = APIRouter(route_class=UntypedJsonRoute)
+
+OLLAMA = "0.13.0"
+"""The version whose API this is: clients refuse servers that are older than what they need."""
+NEVER = "9999-12-31T23:59:59Z"
+_STORES = "This server stores no models, so that it cannot {action} any. Start it with the models that it is to serve."
+
+
+@router.get("/api/version", responses=ERRORS, summary="Ollama's version")
+async def version(service: HouseDep) -> OllamaVersion:
+    """Return the version of Ollama whose API this server follows, and the server's own version."""
+    return OllamaVersion(version=OLLAMA, octavo=service.version)
+
+
+@listing.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
+async def tags(service: ServiceDep) -> OllamaModels:
+    """List the served model and its adapters, as in Ollama's API."""
+    able = capabilities(service)
+    return OllamaModels(
+        models=[
+            OllamaListed(**await asyncio.to_thread(facts_of, service, name), capabilities=able)
+            for name in served_names(service)
+        ]
+    )
+
+
+@listing.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
+async def ps(service: ServiceDep) -> OllamaProcesses:
+    """List the loaded models, as in Ollama's API. A served model is never unloaded."""
+    info = service.client.info
+    return OllamaProcesses(
+        models=[
+            OllamaRunning(
+                **(facts := await asyncio.to_thread(facts_of, service, name)),
+                expires_at=NEVER,
+                size_vram=0 if info.device == "cpu" else facts["size"],
+                context_length=info.max_model_len,
+            )
+            for name in served_names(service)[:1]
+        ]
+    )
+
+
+@bodies.post("/api/show", responses=ERRORS, summary="Ollama's description of a model")
+async def show(
+    body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
+) -> OllamaShown:
+    """Describe a served model, as in Ollama's API: its files, template, decoding parameters and abilities."""
+    name = find_model(service, _named(body)) or service.model_id
+    facts = await asyncio.to_thread(facts_of, service, name)
+    info, tokenizer = service.client.info, service.tokenizer
+    template = (tokenizer.chat_template or "") if tokenizer is not None else ""
+    parameters = "\n".join(f"{field:<30} {value}" for field, value in info.decoding.items())
+    return OllamaShown(
+        modelfile=f"# The model is served by Octavo, whose chat template is Jinja.\nFROM {name}\n",
+        parameters=parameters,
+        template=template,
+        details=facts["details"],
+        model_info=await asyncio.to_thread(model_info, info),
+        capabilities=capabilities(service),
+        modified_at=facts["modified_at"],
+    )
+
+
+@bodies.post(
+    "/api/pull",
+    response_model=OllamaStatus,
+    responses={200: {"content": examples.LINES}, **ERRORS},
+    summary="Ollama's download of a model",
+)
+async def pull(
+    body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
+) -> Response:
+    """Report success for a model that is served, because clients pull before they ask. Others are refused."""
+    name = _named(body)
+    try:
+        find_model(service, name)
+    except ApiError:
+        names = ", ".join(map(shown, served_names(service)))
+        message = f"The model {shown(name)} is not served, and this server downloads none. It serves {names}."
+        raise ApiError(404, message, param="model", code="model_not_found") from None
+    if body.stream is False:
+        return Response('{"status":"success"}', media_type="application/json")
+    lines = (written({"status": status}) for status in ("pulling manifest", "success"))
+    return Response("".join(lines), media_type=NDJSON)
+
+
+def _refuse(action: str) -> NoReturn:
+    raise ApiError(400, _STORES.format(action=action), code="unsupported_endpoint")
+
+
+@router.post("/api/create", include_in_schema=False)
+async def create() -> None:
+    """Refused."""
+    _refuse("create")
+
+
+@router.post("/api/push", include_in_schema=False)
+async def push() -> None:
+    """Refused."""
+    _refuse("push")
+
+
+@router.post("/api/copy", include_in_schema=False)
+async def copy() -> None:
+    """Refused."""
+    _refuse("copy")
+
+
+@router.delete("/api/delete", include_in_schema=False)
+async def delete() -> None:
+    """Refused."""
+    _refuse("delete")
+
+
+@router.get("/api/blobs/{digest}", include_in_schema=False)
+async def find_blob(digest: str) -> None:
+    """There is none."""
+    raise ApiError(404, f"blob {shown(digest)} not found: this server stores no models.", code="unknown_route")
+
+
+@router.post("/api/blobs/{digest}", include_in_schema=False)
+async def create_blob(digest: str) -> None:
+    """Refused."""
+    _refuse("receive")
+
+
+@home.get("/", include_in_schema=False)
+async def running() -> Response:
+    """The words that Ollama's clients look for."""
+    return Response("Ollama is running", media_type="text/plain; charset=utf-8")
+
+
+def _named(body: OllamaNameRequest) -> str | None:
+    """The name of the model that a request is about.
+
+    Raises:
+        ApiError: there is none.
+    """
+    name = body.model or body.name
+    if not name:
+        raise ApiError(400, "model is required.", param="model", code="missing_required_parameter")
+    return name
+
+
+def facts_of(service: Service, name: str) -> dict[str, Any]:
+    """The fields that all lists of models share. The facts of an adapter are those of its base model."""
+    info = service.client.info
+    adapter: AdapterInfo | None = service.client.adapters.get(name)
+    files = files_of(info)
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": files.modified,
+        "size": files.size,
+        "digest": files.digest,
+        "details": details_of(info, name, "" if adapter is None else service.model_id),
+    }
