@@ -155,13 +155,13 @@ def test_a_window_has_as_many_tokens_as_the_model_takes(plain: tuple[LLM, Gliner
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"labels": []}, "labels must be a list of texts"),
-        ({"labels": "person"}, "labels must be a list of texts"),
+        ({"labels": []}, "labels must be a non-empty list of texts"),
+        ({"labels": "person"}, "labels must be a non-empty list of texts"),
         ({"labels": ["a", " "]}, "not blank, got ' '"),
         ({"labels": [f"a {MARK}"]}, f"must not hold {MARK}"),
         ({"labels": [f"{END}a"]}, f"must not hold {END}"),
         ({"labels": [str(n) for n in range(1001)]}, "1 to 1000 different texts, got 1001"),
-        ({"texts": []}, "texts must be a list of texts"),
+        ({"texts": []}, "texts must be a non-empty list of texts"),
         ({"texts": ["a\ud800"]}, "unpaired surrogate"),
         ({"threshold": 1.5}, "threshold must be at least 0 and at most 1, got 1.5"),
         ({"stride": -1}, "stride must be at least 0"),

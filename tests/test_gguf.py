@@ -70,23 +70,23 @@ def test_tensors_are_aligned_as_the_file_says(tmp_path: Path) -> None:
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not a GGUF file: it begins with b''"),
     "magic": (b"GGML" + WHOLE[4:], "is not a GGUF file: it begins with b'GGML'"),
-    "no-version": (WHOLE[:6], "ends where its version should be: 4 bytes are needed from byte 4 on.*has 6"),
+    "no-version": (WHOLE[:6], "ends before its version: 4 bytes are needed from byte 4 on.*has 6"),
     "version-1": (file_of(SOUND, TENSORS, DATA, version=1), "is GGUF version 1; versions 2 and 3 are supported"),
     "version-9": (file_of(SOUND, TENSORS, DATA, version=9), "is GGUF version 9"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + WHOLE[8:], "is a big-endian GGUF file"),
-    "truncated-metadata": (WHOLE[:60], "ends where|would have room"),
+    "truncated-metadata": (WHOLE[:60], "ends before|it has room"),
     "truncated-tensors": (WHOLE[: WHOLE.index(b"two")], "the file ends before a tensor's name"),
     "truncated-data": (WHOLE[:-30], "the tensor 'two' takes 12 bytes from byte .* but the file has"),
-    "many-tensors": (file_of(SOUND, TENSORS, DATA, counts=(1 << 60, 5)), "has 1152921504606846976 tensors, but no"),
+    "many-tensors": (file_of(SOUND, TENSORS, DATA, counts=(1 << 60, 5)), "has 1152921504606846976 tensors, but at most"),
     "more-tensors": (file_of(SOUND, TENSORS, DATA, counts=(99, 5)), "has 99 tensors, but it has room for only "),
     "many-keys": (file_of(SOUND, TENSORS, DATA, counts=(2, 1 << 63)), "metadata entries, but at most "),
     "long-key": (file_of([struct.pack("<Q", 1 << 62) + b"x"], [], DATA), "a metadata key is said to be .* bytes long"),
-    "long-text": (file_of([entry("a", TEXT, struct.pack("<Q", 1 << 23))], [], DATA), "ends where the value of 'a'"),
-    "bomb": (file_of([entry("a", ARRAY, struct.pack("<IQ", 0, 1 << 50))], [], DATA), "values of 'a', but no file may"),
+    "long-text": (file_of([entry("a", TEXT, struct.pack("<Q", 1 << 23))], [], DATA), "ends before the value of 'a'"),
+    "bomb": (file_of([entry("a", ARRAY, struct.pack("<IQ", 0, 1 << 50))], [], DATA), "values of 'a', but at most"),
     "long-array": (file_of([entry("a", ARRAY, struct.pack("<IQ", U64, 999))], [], DATA), "says that it has 999 values"),
     "cut-texts": (
         file_of([entry("a", ARRAY, struct.pack("<IQ", TEXT, 2) + text("b") + struct.pack("<Q", 500))], [], DATA),
-        "ends where a value of 'a' should be",
+        "ends before a value of 'a'",
     ),
     "nested": (
         file_of([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 1) + struct.pack("<IQ", U32, 0))], [], DATA),
@@ -112,7 +112,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "general.alignment must be a power of two from 8 to 65536, but is 3",
     ),
     "format": (file_of(SOUND, [tensor("one", (2,), kind=77)], DATA), "'one' is stored in the unknown format 77"),
-    "blocks": (file_of(SOUND, [tensor("one", (2, 31), kind=8)], DATA), "rows of 31 numbers.* 32 of a block of Q8_0"),
+    "blocks": (file_of(SOUND, [tensor("one", (2, 31), kind=8)], DATA), "rows of 31 numbers.* 32, the size of a block of Q8_0"),
 }  # fmt: skip
 
 

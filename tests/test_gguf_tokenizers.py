@@ -203,7 +203,7 @@ def runs() -> list[str]:
     return [letter * length for letter in "ab" for length in range(1, 1025)]
 
 
-@pytest.mark.parametrize(("make", "most"), [(letters, "2097152 pairs"), (runs, "pairs of 33554432")])
+@pytest.mark.parametrize(("make", "most"), [(letters, "2097152 pairs"), (runs, "pairs with 33554432")])
 def test_a_vocabulary_of_too_many_merges_is_refused(make: Callable[[], list[str]], most: str, tmp_path: Path) -> None:
     """Small files, in which each part of a token is a token: all merges would take gigabytes."""
     tokens = make()
