@@ -330,7 +330,7 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
         ),
         ({"prompt": "night " * 5000}, "prompt", "encoder is 96 tokens"),
         ({"prompt": ""}, None, ""),
-        ({"max_tokens": 96}, "max_tokens", "max_tokens is 96, and the decoder's beginning takes 1, together 97"),
+        ({"max_tokens": 96}, "max_tokens", "max_tokens is 96, and the decoder's beginning takes 1, in total 97"),
         ({"echo": True}, "echo", "decoder_prompt, with prompt_logprobs"),
         ({"suffix": "x"}, "suffix", "cannot fill in the middle"),
     ],
