@@ -37,7 +37,7 @@ def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[De
     """All checks, in the order of a start.
 
     Args:
-        several: the models, if there are several; `config` then has the settings of all.
+        several: the models, if there are several; `config` then has the settings for all.
     """
     findings = [check_python()]
     torch_found = list(check_torch(config))
@@ -284,7 +284,7 @@ def check_quantization_cache(config: EngineConfig) -> Finding:
 
 
 def check_kv_disk(config: EngineConfig) -> Finding:
-    """Pages of the KV cache can be kept where they are to be."""
+    """Whether pages of the KV cache can be stored in the chosen folder."""
     from engine import inspect_kv_disk
 
     check = "pages on disk"

@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def check_several(models: Sequence[Declared], limit: int) -> Iterator[Finding]:
-    """One finding for each model, and one for all.
+    """One finding per model, and one for all.
 
     Args:
         limit: bytes that all may take together.

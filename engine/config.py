@@ -88,9 +88,9 @@ class EngineConfig:
             one step (max_num_batched_tokens above 2048) and the KV cache has the model's 16-bit format. The last bits
             of the results then depend on how a prompt was split or cached.
         enable_prefix_caching: reuse the KV cache of earlier prompts with the same beginning.
-        kv_disk: folder that keeps pages of the KV cache that memory has no room for, and those of a process that ends.
+        kv_disk: folder that keeps pages of the KV cache for which memory has no room, and those of a process that ends.
             Prompts find them again after a restart (default: none are kept).
-        kv_disk_size: most bytes that all pages in kv_disk take, such as "20GiB".
+        kv_disk_size: maximum bytes that all pages in kv_disk take, such as "20GiB".
         kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens

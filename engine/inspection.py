@@ -86,7 +86,7 @@ class ModelFacts:
         peak: maximum memory while it loads; 0 on a GPU.
         num_blocks: pages that the settings and the free memory now allow; 0 for an encoder-only model.
         pages: size of these pages.
-        num_states: state slots, of models whose layers carry a state; 0 for others.
+        num_states: number of state slots, for models whose layers carry a state; 0 for others.
         states: size of these slots.
         max_num_seqs: maximum requests with a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
@@ -148,11 +148,11 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """The folder that keeps pages of the KV cache.
+    """The folder that stores pages of the KV cache.
 
     Attributes:
-        limit, used, free: bytes that pages may take and take, and that the disk has left.
-        problem: why none can be kept there; "" if they can.
+        limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk.
+        problem: why none can be stored there; "" if they can.
     """
 
     folder: Path
@@ -351,7 +351,7 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
 
 
 def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
-    """The folder that keeps pages; it is not made.
+    """The folder that stores pages; it is not created.
 
     Raises:
         ConfigError: other settings contradict it.

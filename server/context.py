@@ -63,7 +63,7 @@ class Models(Protocol):
         """A context in which models are loaded and unloaded."""
 
     def statuses(self) -> list[ModelStatus]:
-        """All of them, the default one first."""
+        """The statuses of all models, the default one first."""
 
     def find(self, name: str) -> ModelStatus | None:
         """The model that a request with this `model` gets: by its name, an alias, or the name of an adapter; None if
@@ -93,8 +93,8 @@ class Models(Protocol):
         """
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """Unload a loaded model when no request has used it for so many seconds, until it is loaded again; None:
-        never, if its memory is not needed."""
+        """Unload a loaded model when no request has used it for this many seconds, until it is loaded again; None:
+        never, unless its memory is needed."""
 
     def service_of(self, name: str) -> Service | None:
         """The service of a loaded model; None if it is not loaded, or there is none of this name."""
@@ -276,8 +276,8 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_house(request: Request) -> Service:
-    """The app's service for requests that no model works for: of a service with several models, it has an engine of
-    none (`server.models.engines`)."""
+    """The app's service for requests that need no model: in a service with several models, its client is no model's
+    engine (`server.models.engines`)."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

@@ -224,7 +224,7 @@ def test_refused_tensors(llama: tuple[Transformer, dict[str, tuple[int, int]]], 
         (good | {"base_model.model.model.embed_tokens.weight": torch.ones(9, 9)}, "added tokens", {}),
         (good | {"base_model.model.model.norm.weight": torch.ones(9)}, "only classifier heads", {}),
         (good | {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(9)}, "such tensors are not", {}),
-        (good | {A.replace(".weight", ".default.weight"): good[A].clone()}, f"it contains {Q} twice, under two names", {}),
+        (good | {A.replace(".weight", ".default.weight"): good[A].clone()}, f"contains {Q} twice, under two names", {}),
         (
             good
             | {

@@ -174,7 +174,7 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
 
 
 def _excused(name: str, value: Any, holder: Mapping[str, Any]) -> bool:
-    """Whether a setting may be what models of most families forbid, given those beside it."""
+    """Whether a setting may have a value that is forbidden for most families, given the settings beside it."""
     match name:
         case "rms_norm_eps":
             return value is None and holder.get("layer_norm_eps") is not None

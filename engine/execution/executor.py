@@ -29,7 +29,7 @@ class ModelFacts:
         costs: the costs of query-key pairs and logits.
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
-        num_states: state slots; 0 if no layer has a state.
+        num_states: number of state slots; 0 if no layer has a state.
     """
 
     info: EngineInfo

@@ -57,7 +57,7 @@ class KVCache:
             ConfigError: there is not enough memory for them.
         """
         self.block_size = block_size
-        self.states: StateCache | None = None  # beside the pages, of models whose layers have some
+        self.states: StateCache | None = None  # beside the pages, if the model's layers have states
         self._paged: list[Paged] = []
         self._copier: PageCopier | None = None
         self._gpu_copier: gpu_copies.PageCopier | None = None
@@ -224,7 +224,7 @@ def count_blocks(
 def cache_memory(
     config: EngineConfig, device: torch.device, *, reserved: int = 0, available: int | None = None
 ) -> tuple[int, str]:
-    """Bytes for pages and state slots, and the setting that would raise them; arguments as of `count_blocks`."""
+    """Bytes for pages and state slots, and the setting that would raise them; arguments as for `count_blocks`."""
     if config.kv_cache_memory is not None:
         return parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
     if available is not None:

@@ -58,7 +58,7 @@ class SequentialBlock(nn.Module):
     """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual.
 
     Args:
-        versions: of the stream.
+        versions: the stream's versions.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def build_block(
 
     Args:
         memory_size: features of the encoder's hidden states, for a block that attends to them.
-        versions: of the stream.
+        versions: the stream's versions.
     """
     if block.bottleneck is not None:
         return BottleneckBlock(block, hidden_size, backend, place)

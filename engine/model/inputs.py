@@ -34,7 +34,7 @@ class Inputs:
             (`engine.execution.invariance`).
         caches: the pages of each decoder layer; None for an encoder alone.
         slots: [T] int64 slots of the new tokens' K and V in the flattened pages; None: executors compute them.
-        states: of layers that carry one from token to token; None: rows begin with zeros, and leave nothing.
+        states: states of layers that carry one from token to token; None: rows begin with zeros, and store nothing.
         cross: the location of the encoder's K and V for each row, for decoders that attend to an encoder.
         sides: [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing
             side has its default for all.

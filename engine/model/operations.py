@@ -157,7 +157,7 @@ class Open(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenHeads(HasRows):
-    """x = function(opening) * x, where an opening has a number of each feature, or of each head."""
+    """x = function(opening) * x, where an opening has one number per feature, or per head."""
 
     READS = ("x", "opening")
     WRITES = ("x",)

@@ -183,8 +183,8 @@ def compile_stack(
         readers: the attentions of a decoder's layers that attend to the result of this stack, an encoder.
         beside: vectors that pass through the layers beside the tokens.
         predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
-        layer_vectors: what makes the vectors that layers read beside the stream.
-        versions: what makes the versions of the stream.
+        layer_vectors: computes the vectors that layers read beside the stream.
+        versions: computes the versions of the stream.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))

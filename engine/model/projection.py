@@ -1,4 +1,4 @@
-"""The layers that map a pooled vector, or a token's: dense layers and norms, with strictly loaded weights."""
+"""Layers that map a pooled vector or a token's vector: dense layers and norms, with strictly loaded weights."""
 
 from __future__ import annotations
 

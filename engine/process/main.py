@@ -94,7 +94,7 @@ def _end_with_client(
     """End the process when the client is gone.
 
     Args:
-        leave: to be done before, if there is time.
+        leave: called before, if there is time.
     """
     if (told := receive_known(line)) is not None:
         known.set_result(told)
@@ -112,7 +112,7 @@ def _leave(tasks: Sequence[Callable[[], None]]) -> None:
     for task in tasks:
         try:
             task()
-        except Exception:  # the process ends all the same
+        except Exception:  # the process ends anyway
             logger.exception("the engine's process ends without having done all that it should")
 
 

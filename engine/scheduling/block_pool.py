@@ -67,8 +67,8 @@ class BlockPool:
 
     Attributes:
         listener: notified when contents are forgotten, if it is set.
-        evicted: is told of a page and its hash before the page is given to another content, if it is set.
-        num_forgotten: how often a content was forgotten, or all of them.
+        evicted: called with a page and its hash before the page gets other content, if it is set.
+        num_forgotten: how often one or all contents were forgotten.
     """
 
     def __init__(self, num_blocks: int):
@@ -186,7 +186,7 @@ class BlockPool:
             self.forget([page_hash])
 
     def knows(self, page_hash: PageHash) -> bool:
-        """A page with this content can be found."""
+        """Whether a page with this content can be found."""
         return page_hash in self._page_of
 
     def clear(self) -> bool:
@@ -223,7 +223,7 @@ class BlockPool:
             end = first + len(known)
 
     def is_known(self, page_hash: PageHash) -> bool:
-        """Some page has this content."""
+        """Whether some page has this content."""
         return page_hash in self._page_of
 
     def page_of(self, page_hash: PageHash) -> int | None:

@@ -80,7 +80,7 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int, tota
     """Refuse a request that could never run, even alone.
 
     Args:
-        total_states: state slots, of which a sequence has two in a step; None: sequences need none.
+        total_states: number of state slots, of which a sequence has two in a step; None: sequences need none.
 
     Raises:
         InvalidRequestError: it needs more rows or pages than there are.

@@ -22,7 +22,7 @@ class SequenceNeeds:
         window: maximum keys that any layer sees, including the query's own; None if some layer sees all.
         encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values are
             stored in separate pages; 0 if there is no such encoder.
-        state_size: numbers of the states of its layers, in a state slot; 0 if no layer has one.
+        state_size: number of values in the states of its layers in a state slot; 0 if no layer has one.
         rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated
             differently from longer ones, and find their angles `shift` rows after their positions.
     """

@@ -128,8 +128,8 @@ class StateRows:
 
     Attributes:
         sources: [R] the state before each row's first token.
-        targets: [R] where the state after its last token goes.
-        snapshots: [R] where the state after its first `afters` tokens goes, too; 0 for nowhere.
+        targets: [R] where the state after its last token is stored.
+        snapshots: [R] where the state after its first `afters` tokens is also stored; 0 for nowhere.
         afters: [R].
     """
 

@@ -19,8 +19,9 @@ class RowState:
     """State slots of a row (`engine.scheduling.state_slots`).
 
     Attributes:
-        source, target: of the state before its first token, which it reads, and after its last one, which it writes.
-        snapshot: of the state after its first `after` tokens, which it writes, too; 0 for none.
+        source, target: the slot of the state before its first token, which it reads, and of the one after its last
+            token, which it writes.
+        snapshot: the slot of the state after its first `after` tokens, which it also writes; 0 for none.
     """
 
     source: int
@@ -31,7 +32,8 @@ class RowState:
 
 @dataclass(slots=True)
 class Row:
-    """`count` tokens of a sequence from `start` on. Immutable, but for `belong`, and for `state` while it is planned.
+    """`count` tokens of a sequence from `start` on. Immutable, except for `belong`, and for `state` while it is
+    planned.
 
     Attributes:
         sampled: how many of the last positions are sampled: none if known tokens are left, else one, plus one per

@@ -45,7 +45,7 @@ from engine.scheduling.tables import Tables
 
 
 class Restores(Protocol):
-    """Brings back pages that were kept elsewhere (`engine.disk.tier`)."""
+    """Restores pages that were stored elsewhere (`engine.disk.tier`)."""
 
     def begin(self, group: SequenceGroup, hashes: Seq[PageHash], seen: int | None) -> bool:
         """Whether a group waits for pages from now on, until `Scheduler.restored`; see `BlockPool.match`."""
@@ -60,7 +60,7 @@ class Scheduler:
         drafts_forced_tokens: whether one step takes several tokens each of which is the only one that a constraint
             allows.
         events: what the prefix cache gains and loses, if that is reported (`record_events`).
-        restores: is asked for pages of each new prompt that are in no memory; None: there are none.
+        restores: asked for pages of each new prompt that are not in memory; None: nothing is restored.
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may return the next one; answers are applied in the order of the plans.
@@ -143,14 +143,14 @@ class Scheduler:
         self._tables.publish_restored(group, places, pages)
 
     def restored(self, group: SequenceGroup) -> None:
-        """All pages that there are for a group have come: it waits for its turn, unless it has ended."""
+        """All pages that exist for a group have arrived: it waits for its turn, unless it has ended."""
         if group.status is Status.RESTORING:
             self._num_restoring -= 1
             self._waiting.push(group)
 
     @property
     def only_restores(self) -> bool:
-        """All unfinished requests wait for pages from elsewhere, and there are some."""
+        """Whether there are unfinished requests that all wait for pages from elsewhere."""
         return 0 < self._num_restoring == len(self._groups)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -471,8 +471,8 @@ class Scheduler:
         return True
 
     def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
-        """Give rows the state slots that they write, preempting younger groups if there are too few; False if the group
-        itself was preempted."""
+        """Give rows the state slots that they write, preempting younger groups if there are too few; returns False if
+        the group itself was preempted."""
         least = sum(running.rows for running in self._running)
         for row in rows:
             while not states.take(row, least):

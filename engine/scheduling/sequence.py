@@ -247,7 +247,7 @@ class Sequence:
 class Status(Enum):
     """The state of a group."""
 
-    RESTORING = "restoring"  # its pages are read from a disk; it waits after that
+    RESTORING = "restoring"  # its pages are being read from a disk; it waits after that
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

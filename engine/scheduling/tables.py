@@ -22,7 +22,7 @@ class Tables:
 
     Args:
         events: notified of pages that can be found from now on; None: that is not recorded.
-        states: of sequences whose layers have some.
+        states: states of sequences whose layers have some.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Tables:
         return min(pages + self._pool.count_cached(hits), most)
 
     def hashes(self, group: SequenceGroup) -> list[PageHash]:
-        """Hashes of the full pages that a group which begins may find; empty if it must compute all of them."""
+        """Hashes of the full pages that a starting group may find; empty if it must compute all of them."""
         if group.request.decoding.prompt_logprobs is not None and not group.started:
             return []  # every prompt position must be computed to be scored
         pooling = group.request.pooling

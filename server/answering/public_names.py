@@ -65,7 +65,7 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCom
 
 
 def valid(model: type[Model], fields: Mapping[str, Any], names: Mapping[str, str]) -> Model:
-    """A body of that class, which an endpoint makes of its own.
+    """A body of that class, which an endpoint creates itself.
 
     Raises:
         ApiError: names the client's field that is wrong.

@@ -24,7 +24,7 @@ _FOREVER = float("inf")
 
 
 def seconds_of(value: Any) -> float:
-    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means for ever.
+    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever.
 
     Raises:
         ValueError: it is neither.

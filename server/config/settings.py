@@ -48,11 +48,11 @@ class ServerSettings(BaseModel):
         strict_model_name: accept only the model id in requests. Without this, default, tgi, dummy and an empty name are
             accepted too, because clients of single-model servers send them.
         models: YAML file that lists several models to serve, with settings for each; instead of MODEL.
-        max_memory: most memory that several models may take together, predicted as by octavo models, in bytes or as
+        max_memory: maximum memory that several models may take together, predicted as by octavo models, in bytes or as
             "6GiB". The least recently used model is unloaded for another one (default: 90 % of the memory that is free
             at the start).
-        model_idle_time: of several models, seconds without a request after which one is unloaded; 0: never.
-        model_load_timeout: most seconds that a request waits until its model has loaded; then it gets 503.
+        model_idle_time: with several models, seconds without a request after which one is unloaded; 0: never.
+        model_load_timeout: maximum seconds that a request waits until its model has loaded; then it gets 503.
         log_level: debug, info, warning or error.
         log_format: console or json; auto means console on a terminal and json otherwise.
         log_prompts: log prompts and answers; long ones are shortened. Without this, no log line holds any of their

@@ -83,10 +83,10 @@ def read_yaml(path: str, setting: str) -> dict[Any, Any]:
     """The mapping in a YAML file.
 
     Args:
-        setting: that names the file, for messages.
+        setting: the setting that names the file, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is no such YAML.
+        ConfigError: it cannot be read, or is not such YAML.
     """
     return _parse(path, setting)
 

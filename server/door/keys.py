@@ -48,7 +48,7 @@ class ApiKey:
     models: frozenset[str] | None = None
 
     def may_use(self, model: str) -> bool:
-        """Whether requests with it may use this model."""
+        """Whether requests with this key may use this model."""
         return self.models is None or model in self.models
 
     @classmethod

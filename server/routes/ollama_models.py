@@ -29,11 +29,11 @@ from server.routes.ollama import ERRORS
 
 router = APIRouter()
 listing = APIRouter()  # of the only model and its adapters
-home = APIRouter()  # where no page is at /
+home = APIRouter()  # if no page is at /
 bodies = APIRouter(route_class=UntypedJsonRoute)
 
 OLLAMA = "0.13.0"
-"""The version whose API this is: clients refuse servers that are older than what they need."""
+"""The version of the API: clients refuse servers that are older than they need."""
 NEVER = "9999-12-31T23:59:59Z"
 _STORES = "This server stores no models, so that it cannot {action} any. Start it with the models that it is to serve."
 

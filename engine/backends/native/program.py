@@ -128,7 +128,7 @@ class Pages:
 
 
 class StateMemory:
-    """The address of a layer's state slots, told to the program before its first step, and again when they have
+    """The address of a layer's state slots, passed to the program before its first step, and again when they have
     moved."""
 
     def __init__(self) -> None:
@@ -475,8 +475,8 @@ class Program:
             slots: [S] int64: keys and values of the first S tokens go to pages; None without pages.
             calls: addresses of the calls that `attend` refers to, in order.
             starts: [rows + 1] int32 first token of each row, and the end of the last.
-            states: [rows] int32 each, the slots of rows' states: sources, targets and snapshots, and the tokens before
-                these (`engine.model.inputs.States`); () where states begin as zeros and are not kept.
+            states: [rows] int32 each, the rows' state slots: sources, targets and snapshots, and the tokens before the
+                snapshots (`engine.model.inputs.States`); () if states begin as zeros and are not kept.
             runs: [runs, 3] int64 runs of tokens with an adapter (`engine.backends.native.adapters.find_runs`).
         """
         tokens = len(positions)

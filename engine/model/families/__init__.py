@@ -187,7 +187,7 @@ _REASONS = {
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
     "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
-    "MiMoV2Flash": "values have another size than keys",
+    "MiMoV2Flash": "values have a different size from keys",
     "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
 }

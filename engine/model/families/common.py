@@ -194,7 +194,7 @@ def tempered(config: Any) -> Temperature:
     """The growth of queries with their position in a Mistral config: `llama_4_scaling_beta` of `rope_parameters`.
 
     Raises:
-        UnsupportedModelError: it is absent or no number.
+        UnsupportedModelError: it is absent or not a number.
     """
     settings = settings_of(config, None)
     growth, every = (settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
@@ -458,7 +458,7 @@ def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = F
     """A layer's entries; its contributions to the residual stream are scaled.
 
     Args:
-        normed: it is normed before it is added.
+        normed: whether it is normed before it is added.
     """
     if factor == 1.0:
         return list(entries)

@@ -52,7 +52,7 @@ def decoder(
     Args:
         name, architectures, brings, reads_mxfp4: see `Family`. Architectures whose names end with Model have no head.
         attention, ffn: one for all layers, or a list with one for each.
-        mixing: of each layer the part that carries a state in the place of attention; None where it is attention.
+        mixing: for each layer, the part that carries a state instead of attention; None if it is attention.
         norm: the norm of the layers, and of the end unless `final_norm` is set.
         placement: the placement of a layer's norms, from the config and the norm.
         crosses: whether layers also attend to an encoder, by attention of the same form.

@@ -56,7 +56,7 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int
         partial: whether the family rotates only a share of them, `partial_rotary_factor`.
     """
     share = settings.get("partial_rotary_factor")
-    if share is None or settings.get("rope_type") == "proportional":  # whose other features do not turn
+    if share is None or settings.get("rope_type") == "proportional":  # the other features are not rotated
         share = 1.0
     elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")

@@ -105,7 +105,7 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
     """The tensors of a file under transformers' names, in the file's order; tensors without one keep their own
     names."""
     for info in file.tensors.values():
-        if info.name in DENSE:  # they are in folders of their own
+        if info.name in DENSE:  # they are in separate folders
             continue
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
@@ -171,8 +171,8 @@ def _plain(
     """The settings of most architectures.
 
     Args:
-        apart: settings in which layers differ; they are left to the caller.
-        embeds: the model sees later tokens, and makes vectors of texts.
+        apart: settings in which layers differ; the caller handles them.
+        embeds: whether the model sees later tokens, and computes vectors of texts.
     """
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     if not heads or "token_embd.weight" not in metadata.file.tensors:
@@ -187,7 +187,7 @@ def _plain(
     if "attention.head_count_kv" not in apart:
         heads_of_keys = metadata.count("attention.head_count_kv", heads)
     width = 0 if "feed_forward_length" in apart else metadata.count("feed_forward_length", 0)
-    metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
+    metadata.must_be("attention.value_length", head_dim, otherwise="values of a different size from keys are")
     if not embeds:
         metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
         metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
@@ -343,11 +343,11 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 
 def sentence_files(file: Gguf) -> dict[str, Any]:
-    """The files that tell how a model that makes vectors of texts pools hidden states, as sentence-transformers has
-    them; empty for other models.
+    """The files that say how a model for vectors pools hidden states, in sentence-transformers' format; empty for other
+    models.
 
     Raises:
-        UnsupportedModelError: another pooling.
+        UnsupportedModelError: the pooling is different.
     """
     metadata = Metadata(file)
     if metadata.architecture != "gemma-embedding":
@@ -430,7 +430,7 @@ def _gemma_4(metadata: Metadata) -> Config:
     config = _gemma_layers(metadata, _plain(metadata, "gemma4_text", "Gemma4ForCausalLM", apart=apart))
     layers, wide = config["num_hidden_layers"], config["head_dim"]
     narrow = metadata.count("attention.key_length_swa", wide)
-    metadata.must_be("attention.value_length_swa", narrow, otherwise="values of another size than keys are")
+    metadata.must_be("attention.value_length_swa", narrow, otherwise="values of a different size from keys are")
     metadata.must_be("rope.dimension_count", wide, otherwise="a rotation of some features is")
     metadata.must_be("rope.dimension_count_swa", narrow, otherwise="a rotation of some features is")
     widths = [int(each) for each in metadata.each("feed_forward_length", layers)]

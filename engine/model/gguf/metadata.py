@@ -63,7 +63,7 @@ class Metadata:
         """Numbers, one for each layer; one number stands for all.
 
         Raises:
-            ModelLoadError: there is none, another kind of value, or another number of them.
+            ModelLoadError: the value is missing, of another kind, or has another count.
         """
         value = self._value(name, default)
         found = value if isinstance(value, list) else [value] * layers

@@ -25,7 +25,7 @@ _ENDS = frozenset(
 """Tokens that end an answer in any vocabulary and are never split, whatever type the file gives them (llama.cpp),
 because most files name only one end."""
 _TAKES_BLANKS = ("phi-3", "phi3")
-"""Parts of names of models whose tokens include the blanks after them, which files do not say (llama.cpp)."""
+"""Parts of the names of models whose tokens include the blanks after them; files do not say so (llama.cpp)."""
 _KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Tokens that do not include them."""
 _TEXT_ROLES = ("bos", "eos", "unk", "pad")

@@ -61,7 +61,7 @@ class GgufWeights:
         return len(placed.shape) == 2 and placed.arrangement.keeps_rows
 
     def has_rows(self, name: str) -> bool:
-        """Whether rows of a matrix can be read alone."""
+        """Whether single rows of a matrix can be read."""
         return self._placed[name].arrangement.by_rows and self._placed[name].expert is None
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:

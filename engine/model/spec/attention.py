@@ -50,11 +50,11 @@ class Sinks:
 
 @dataclass(frozen=True, slots=True)
 class OutputGate:
-    """What heads attended to is multiplied by function(gate(x)) before the output matrix, x being what queries are made
-    of (arXiv:2505.06708).
+    """The heads' result is multiplied by function(gate(x)) before the output matrix, where x is the input of the
+    queries (arXiv:2505.06708).
 
     Attributes:
-        per_head: a gate has one number for each head, not for each feature.
+        per_head: whether a gate has one number per head, not per feature.
     """
 
     function: Literal["sigmoid", "softplus"] = "sigmoid"
@@ -110,15 +110,15 @@ class Attention:
         causal: whether a query sees no later key.
         window: the keys that a query sees: a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
-        value_norm: normalisation of values per head, without weights of its own.
-        one_for_both: a matrix makes keys, and values are what it gives before they are normed and rotated.
-        reads: the number of an earlier layer whose keys and values this one reads; it makes queries alone then.
+        value_norm: normalisation of values per head, without weights.
+        one_for_both: whether one matrix makes keys and values; values are its result before norm and rotation.
+        reads: the number of an earlier layer whose keys and values this one reads; it then has only queries.
         qkv_bias, out_bias: whether the projections have biases; with latents, the projections that make them.
         clip: limits projected queries, keys and values to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
         spans: convolution heads beside the attention heads.
-        gate: what their results are multiplied by.
+        gate: the gate by which their results are multiplied.
         latent: the source of queries, keys and values; None: each has a separate projection of the hidden state. With
             latents there is one KV head, and head_dim is the width of a token's vector in pages.
         global_tokens: tokens that the window does not limit; the window must then have equal size on both sides.

@@ -104,12 +104,12 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """x + norm(projection(activation(gate(x)) * own)) after the sublayers, own being the layer's vector of the token
-    (`LayerVectors`). Of a stream of several versions, gate reads the active one and the sum goes to the others.
+    """x + norm(projection(activation(gate(x)) * own)) after the sublayers, where own is the layer's vector for the
+    token (`LayerVectors`). In a stream of several versions, gate reads the active one and the sum goes to the others.
 
     Attributes:
         width: features of the vector.
-        norm: of what is added.
+        norm: the norm of what is added.
     """
 
     width: int
@@ -119,7 +119,7 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """y + norm(right(left(y))), y being what attention reads, beside attention; the sum of both and of the stream is
+    """y + norm(right(left(y))) beside attention, where y is attention's input; the sum of both and of the stream is
     divided by the root of 2 (LAuReL, arXiv:2411.07501).
 
     Attributes:
@@ -137,9 +137,9 @@ class Block:
     Attributes:
         mixing: an alternative way to mix tokens, if attention has no heads (`NO_ATTENTION`).
         bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
-        input: what the layer reads of each token beside the stream.
+        input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
-        factor: the stream is multiplied by a learned number at last.
+        factor: whether the stream is multiplied by a learned number at the end.
         residual_scale: factor of the additions by attention and feed-forward network; their last matrices are
             multiplied by it at load time.
     """

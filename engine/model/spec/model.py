@@ -60,7 +60,7 @@ class ModelSpec:
 
     @property
     def state_sizes(self) -> list[int]:
-        """Numbers of the state of each of the decoder's layers that carry one."""
+        """Numbers in the state of each of the decoder's layers that carry one."""
         return [part.state_size for part in self.decoder.states] if self.decoder else []
 
     @property

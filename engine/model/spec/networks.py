@@ -84,7 +84,7 @@ class Corrected:
         groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
             best pairs of experts.
         least: minimum of the sum that divides the weights.
-        added: added to that sum.
+        added: a number that is added to that sum.
         scale: factor of the weights.
     """
 
@@ -105,7 +105,7 @@ class GroupLimited:
         groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
             best experts.
         scale: factor of the weights.
-        leaders: experts of a group that speak for it by the sum of their probabilities.
+        leaders: how many experts represent a group, by the sum of their probabilities.
     """
 
     groups: int = 1
@@ -179,7 +179,7 @@ class NormedSum:
     stream: experts beside a network, each with norms of its own (Gemma 4).
 
     Attributes:
-        norm: of all four; the router's has no other weights than these.
+        norm: the norm of all four; the router's has no other weights.
     """
 
     always: Gated

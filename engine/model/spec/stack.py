@@ -45,7 +45,7 @@ class LayerVectors:
     Attributes:
         vocab_size: rows of the table. Ids beyond it read row 0.
         width: features of one layer's vector.
-        norm: over these.
+        norm: the norm over these.
     """
 
     vocab_size: int
@@ -60,13 +60,13 @@ class LayerVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The residual stream has several versions. Each layer predicts all of them, works on the active one, and corrects
-    all by what it has made of it (AltUp, arXiv:2301.13310).
+    """The residual stream has several versions. Each layer predicts all of them, computes the active one, and corrects
+    all by its result (AltUp, arXiv:2301.13310).
 
     Attributes:
         count, active: how many there are, and the number of the one that layers work on.
-        norm: of what makes the coefficients of predictions and corrections.
-        scaled: what a layer's `LayerInput` reads is multiplied by a learned vector.
+        norm: the norm of the input of the coefficients of predictions and corrections.
+        scaled: whether the input of a layer's `LayerInput` is multiplied by a learned vector.
     """
 
     count: int
@@ -86,8 +86,8 @@ class Stack:
         block_bias: a bias that they add to the scores of sums of blocks, by the distance from a token's own block.
         global_vectors: learned vectors that pass through the layers beside the tokens of each input.
         predicting: the stream that the head reads instead of the tokens' hidden states.
-        layer_vectors: what layers read of each token beside the stream.
-        versions: of the stream; None: it is one.
+        layer_vectors: what layers read for each token beside the stream.
+        versions: the stream's versions; None: there is only one.
         projection: features to which a matrix without bias maps the hidden states at the end.
         distances: the vectors that blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
