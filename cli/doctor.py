@@ -294,11 +294,11 @@ def check_kv_disk(config: EngineConfig) -> Finding:
         return Finding(check, "FAIL", *_split(problem))
     if facts.problem:
         fix = "Set --kv-disk to a folder that this user can write to."
-        return Finding(check, "FAIL", f"cannot be kept: {facts.problem}", fix)
+        return Finding(check, "FAIL", f"cannot be stored: {facts.problem}", fix)
     found = f"{facts.folder}: {_size(facts.used)} of at most {_size(facts.limit)}"
     if facts.free < facts.limit - facts.used:
         fix = "Free some space, or lower --kv-disk-size. Once the disk is full, no more pages are written."
-        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} of the disk are free", fix)
+        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} are free on the disk", fix)
     return Finding(check, "ok", found)
 
 

@@ -496,7 +496,7 @@ class Engine:
             settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
         if settings.method != "off" and self.scheduler.states is not None:
             logger.info(
-                "Layers of this model carry a state, which cannot go back: no tokens are drafted "
+                "Layers of this model carry a state, which cannot be rolled back: no tokens are drafted "
                 "(--speculative-config)."
             )
         elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:

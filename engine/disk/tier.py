@@ -394,7 +394,7 @@ class DiskTier:
             cause = os.strerror(error.errno) if error.errno else str(error)
             advice = " Free some space, or lower --kv-disk-size." if error.errno == errno.ENOSPC else ""
             logger.warning(
-                "Pages cannot be %s in %s: %s. Requests go on without them.%s This is reported once.",
+                "Pages cannot be %s in %s: %s. Requests continue without them.%s This is reported once.",
                 done, self._store.folder, cause, advice,
             )  # fmt: skip
 

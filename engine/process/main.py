@@ -113,7 +113,7 @@ def _leave(tasks: Sequence[Callable[[], None]]) -> None:
         try:
             task()
         except Exception:  # the process ends anyway
-            logger.exception("the engine's process ends without having done all that it should")
+            logger.exception("the engine's process ends with work left undone")
 
 
 def _report(line: socket.socket, error: BaseException) -> int:

@@ -124,7 +124,7 @@ def _of_arguments(named: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"several models must each be given as NAME=PATH, got {word!r}.")
         name, path = pair
         if name in entries:
-            raise ConfigError(f"two models are called {name}. Give each another name.")
+            raise ConfigError(f"two models have the name {name}; names must be unique.")
         entries[name] = {"model": path}
     return entries
 

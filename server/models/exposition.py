@@ -61,7 +61,9 @@ class ModelMetrics(Collector):
         yield from self._states()
 
     def _states(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("octavo_model_state", "1 for the state of a model.", labels=["model_name", "state"])
+        state = GaugeMetricFamily(
+            "octavo_model_state", "1 for the current state of a model.", labels=["model_name", "state"]
+        )
         memory = GaugeMetricFamily(
             "octavo_model_memory_bytes", "Memory that a loaded model may take, as predicted.", labels=["model_name"]
         )

@@ -325,7 +325,7 @@ def _gemma_3(metadata: Metadata, *, embeds: bool = False) -> Config:
 
 def _gemma_embedding(metadata: Metadata) -> Config:
     """EmbeddingGemma: what follows the hidden states is in `sentence_files`."""
-    metadata.must_be("attention.causal", False, otherwise="attention to earlier tokens alone is")
+    metadata.must_be("attention.causal", False, otherwise="attention to earlier tokens only is")
     metadata.count("pooling_type", 1)
     for name in DENSE:
         stem = name.removesuffix(".weight")
@@ -441,8 +441,8 @@ def _gemma_4(metadata: Metadata) -> Config:
     doubled = len(set(widths)) > 1
     if any(width != widths[0] * (2 if doubled and i >= first else 1) for i, width in enumerate(widths)):
         raise UnsupportedModelError(
-            f"{metadata.file.path}: feed_forward_length is {widths}; supported of GGUF files of Gemma 4: one width, or "
-            "twice as much in the layers that read the keys of others. Use the checkpoint in safetensors."
+            f"{metadata.file.path}: feed_forward_length is {widths}; supported in GGUF files of Gemma 4: one width, "
+            "or twice that in the layers that read other layers' keys. Use the checkpoint in safetensors."
         )
     local = next((own[i] for i, kind in enumerate(kinds) if kind != "full_attention"), own[0])
     experts = "blk.0.ffn_gate_inp.weight" in tensors
