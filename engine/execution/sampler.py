@@ -10,8 +10,8 @@ them. A request's changes to logits are written into them and undone later. On a
 devices, machines without library or Triton, and rows with filters that the kernels do not support (`by_torch`; each row
 separately, `backends/torch/sampling_whole.py`). All choose the same tokens except where rounding decides: exponentials
 may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either
-side. Of equal logits, the lowest token comes first, and if log-probabilities are equal and logits are not, the larger
-logit; `torch.topk` takes any.
+side. If logits are equal, the lowest token comes first; if only log-probabilities are equal, the larger logit does.
+`torch.topk` takes any.
 """
 
 from __future__ import annotations

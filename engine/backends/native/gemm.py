@@ -560,8 +560,8 @@ def matmul(packed: Packed, x: Tensor, out: Tensor | None = None, dtype: torch.dt
     """
     if x.shape[-1:] != (packed.inputs,) or x.dtype not in _FORMATS or x.device.type != "cpu":
         raise ValueError(
-            f"a product with {packed.inputs} inputs takes rows of as many float32 or bfloat16 numbers on a CPU, "
-            f"not {list(x.shape)} of {x.dtype} on {x.device}"
+            f"inputs must be rows of {packed.inputs} float32 or bfloat16 numbers on a CPU, "
+            f"got {list(x.shape)} of {x.dtype} on {x.device}"
         )
     if x.dim() != 2 or (x.stride(1) != 1 and packed.inputs != 1):
         x = x.contiguous()
