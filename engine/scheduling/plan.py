@@ -37,9 +37,8 @@ class SamplingBatch:
         masked: [M] rows that have a mask, ascending.
         masks: [M, words] the allowed tokens of each, a bit each (`mask_words`); the others are impossible, as if they
             were banned.
-        outweighed: [M] for each mask, the token from which on tokens are weighed together
-            (`engine.interface.constraints.Weighing`); -1 for a mask without weighing. If it is empty, no mask has
-            weighing.
+        outweighed: [M] `outweighed_from` of each mask's constraint (`engine.interface.constraints.Weighing`); -1 for
+            a mask without weighing. If it is empty, no mask has weighing.
         fill: returns `masks`, if they are not there yet (`filled`); None if they are.
         watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
             fewer ends with zeros. None if there are none.

@@ -197,7 +197,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve as the first message says."""
+    """Serve with the settings in the first message."""
     leave_signals_to_parent()
     connection = take_standard_input()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

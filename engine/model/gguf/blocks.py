@@ -27,8 +27,8 @@ Decode = Callable[[Tensor], Grouped]
 """Makes the groups from blocks, whose bytes are [blocks, size]."""
 
 Lines = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Converts bytes [blocks, size] to integers in the order of Octavo's 4-bit format, int32 [blocks, numbers / 32, 4], with
-the scales and minima [blocks, numbers / 32] that turn them into numbers."""
+"""Converts bytes [blocks, size] to integers in the order of Octavo's 4-bit format, int32 [blocks, numbers / 32, 4],
+with the scales and minima [blocks, numbers / 32] that turn them into numbers."""
 
 _CHUNK = 1 << 20
 """Numbers decoded at once: intermediate results take some 20 bytes each."""
