@@ -64,6 +64,7 @@ from engine.interface.request import (
 from engine.interface.sampling_table import FILTERS
 from engine.interface.structured import StructuredOutputsParams
 from engine.interface.values import MAX_LISTED_IDS, NumberRange
+from engine.interface.vision import PlacedImage, VisionInfo
 from engine.pooled import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -148,6 +149,7 @@ __all__ = [
     "NumberRange",
     "OctavoError",
     "PixelInput",
+    "PlacedImage",
     "Pooled",
     "PoolingMode",
     "PoolingParams",
@@ -168,6 +170,7 @@ __all__ = [
     "TorchFacts",
     "Transcription",
     "UnsupportedModelError",
+    "VisionInfo",
     "available_memory",
     "chat_max_tokens",
     "compute_in_one_thread",

@@ -278,6 +278,7 @@ class Engine:
             encoder_token_ids=encoder_input,
             sides=read.sides,
             signal=read.signal,
+            images=read.images,
             **terms,
         )
         self.scheduler.add(request)
@@ -343,6 +344,7 @@ class Engine:
             encoder_token_ids=encoder_input,
             sides=read.sides,
             signal=read.signal,
+            images=read.images,
             decoding=Decoding(max_tokens=1, temperature=0.0),
             pooling=resolve_pooling(params, self.info, prompt_len=len(read.token_ids)),
             **terms,

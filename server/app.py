@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,18 @@ from engine import EngineInfo, parse_bytes
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
+from server.answering.chat_images import ChatImages
 from server.answering.formats import NONE, Formats, choose_formats, prompted
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import MAX_TOKENIZED, Room
 from server.api import documentation, openapi
+from server.batches.backdoor import BackDoor
+from server.batches.runner import BatchRunner
+from server.batches.store import BatchStore, open_batches
 from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
-from server.context import Models, Service
+from server.context import Batches, Models, Service
 from server.door.auth import AuthMiddleware
 from server.door.drain import Drain, DrainGate
 from server.door.full import Check, FullGate
@@ -46,6 +51,7 @@ from server.routes import (
     adapters,
     answer,
     audio,
+    batches,
     chat,
     classify,
     cohere,
@@ -115,6 +121,7 @@ def create_app(
     tracing: Tracing | None = None,
     memory: MemoryGuard | None = None,
     response_store: ResponseStore | None = None,
+    batch_store: BatchStore | None = None,
     commons: Commons | None = None,
     created: int | None = None,
     several: Models | None = None,
@@ -132,6 +139,7 @@ def create_app(
         tracing: the tracing from the settings, if it is already started; the app's lifespan closes it.
         memory: the memory limit of the process (default: none).
         response_store: the store from the settings, if it is already open; the app's lifespan closes it.
+        batch_store: likewise, of batches.
         commons: the state shared with other processes that answer HTTP (default: there are none); the app's lifespan
             closes it.
         created: the model's creation time in Unix seconds (default: now).
@@ -151,6 +159,7 @@ def create_app(
             service.memory.watched(lambda: service.drain.num_running),
             response_store.opened() if response_store is not None else nullcontext(),
             several.opened() if several is not None else nullcontext(),
+            _running(service.batches),
         ):
             yield
         await client.close()
@@ -158,11 +167,12 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    settings, drain = settings or ServerSettings(), drain or Drain()
+    settings, drain, door = settings or ServerSettings(), drain or Drain(), BackDoor()
     common = commons or own_commons(client, settings, model_id, version)
     metrics = common.metrics
     memory = memory or MemoryGuard()
     response_store = response_store or open_store(settings)
+    batch_store = batch_store or open_batches(settings)
     turns = common.make_turns(client.info)
     keys = KeyRing(read_api_keys(settings)) if api_keys is None else api_keys
     tracing = tracing or start_tracing(settings, version)
@@ -198,11 +208,12 @@ def create_app(
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
                 needed={} if several else needed_bodies(client.info),
             ),
+            Middleware(door),
             *([Middleware(UseGate)] if several else []),
         ],
     )
     app.gate = partial(HostGate, settings=settings, keys=bool(keys))
-    app.state.service = Service(
+    service = Service(
         client=client,
         tokenizer=tokenizer,
         model_id=model_id,
@@ -215,11 +226,16 @@ def create_app(
         drain=drain,
         memory=memory,
         images=None if client.info.signal is None else ImageReading(client.info, settings),
+        chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,
         models=several,
     )
+    if batch_store is not None:
+        runner = BatchRunner(app, service, batch_store, door, settings.batch_max_running)
+        service = replace(service, batches=runner)
+    app.state.service = service
     errors.install(app)
     documentation.install(app)
     for module in (
@@ -255,6 +271,8 @@ def create_app(
         generate.rendering,
         translate.listing,
         text_embeddings.facts,
+        batches.router,
+        batches.bodies,
         ollama.router,
         ollama_embed.router,
         ollama_models.router,
@@ -269,6 +287,22 @@ def create_app(
     else:
         app.include_router(ollama_models.home)
     return app
+
+
+@asynccontextmanager
+async def _running(batches: Batches | None) -> AsyncIterator[None]:
+    """Answer batches meanwhile; the store is closed at the end."""
+    if not isinstance(batches, BatchRunner):
+        yield
+        return
+    task = asyncio.create_task(batches.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(batches.store.close)
 
 
 def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
 from engine import EngineDeadError, RequestFailedError
+from engine.images import expand
 from engine.process.client import EngineClient
+from engine.text.pictures import Pictures
 from engine.text.processor import Tokenizer
+from server.answering.chat_images import ChatImages
 from server.answering.fair_slots import FairSlots
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import Prompt, Room
-from server.answering.rendering import ChatRenderer, Rendering
+from server.answering.rendering import ChatRenderer, ImageMarks, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
+from server.batches.store import BatchStore
 from server.commons import Commons
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
@@ -54,6 +59,15 @@ class Followed(Protocol):
 
     async def changed(self) -> None:
         """Wait until there are new events or the answer has ended."""
+
+
+class Batches(Protocol):
+    """The files and batches of /v1/files and /v1/batches; see `server.batches`."""
+
+    store: BatchStore
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled."""
 
 
 class Models(Protocol):
@@ -116,6 +130,7 @@ class Service:
         turns: submits inputs for vectors, classes and masked tokens to the engine.
         live: the live feed.
         response_store: stores answers of /v1/responses; None if none are stored.
+        batches: keeps files and batches; None if there are none.
         running_responses: its streams, by id.
         background: its background answers in this process, by id.
         drain: whether the service is stopping.
@@ -124,6 +139,7 @@ class Service:
         answers: parses the model's answers.
         grammars: tries formats of answers before they reach the engine.
         images: decodes images in requests; None if the model takes none.
+        chat_images: reads those of conversations; None: the model reads none there.
         reading: held while a large body is parsed, so that only one needs memory at a time.
         decoding: held while a part of a sound is decoded, which takes several times the memory of the file.
         queueing: held by the background responses that ask for room next; the others wait.
@@ -143,6 +159,7 @@ class Service:
     turns: Turns
     live: LiveFeed
     response_store: ResponseStore | None = None
+    batches: Batches | None = None
     running_responses: dict[str, Cancellable] = field(default_factory=dict)
     background: dict[str, Followed] = field(default_factory=dict)
     drain: Drain = field(default_factory=Drain)
@@ -151,6 +168,7 @@ class Service:
     answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     images: ImageReading | None = None
+    chat_images: ChatImages | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     decoding: FairSlots = field(default_factory=lambda: FairSlots(2))
     queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
@@ -248,12 +266,14 @@ class Service:
         room: Room,
         rendering: Rendering | None = None,
         terms: Terms | None = None,
+        pictures: Pictures | None = None,
     ) -> Prompt:
         """Chat messages as a prompt.
 
         Args:
             rendering: further inputs of the template (default: none).
             terms: the terms of a request that may continue the conversation; its tokens are remembered.
+            pictures: the images in the messages; None: there are none.
 
         Raises:
             ApiError: there is no tokenizer, the template takes too much time or memory or refuses these messages, or
@@ -265,7 +285,15 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, room, rendering, self.answers.formats, terms)
+        formats, reading = self.answers.formats, self.chat_images
+        if pictures is None or not pictures.images or reading is None:
+            return await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms)
+        images = await reading.read(pictures)
+        token = self.tokenizer.written(reading.vision.token_id)
+        marks = ImageMarks(pictures.mark, token, partial(expand, token=token, images=images, info=reading.vision))
+        prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
+        ids, placed = reading.place(prompt.token_ids, images)
+        return replace(prompt, token_ids=ids, images=tuple(placed))
 
 
 async def get_service(request: Request) -> Service:

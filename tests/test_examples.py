@@ -21,6 +21,7 @@ import soundfile
 from support.answering import reference_answers
 from support.encoder_text import roberta
 from support.image_text import LABELS, make_image_model, picture
+from support.seeing import make_seeing_model
 from support.service import ROOT, Service, environment
 from support.speech import RATE, make_speech_checkpoint, noise
 from support.task_models import answers, bge_m3, led
@@ -34,7 +35,7 @@ LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it
 TESTED = {
     "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
     "catalogue.py", "classify_images.py", "image_search.py", "long_document.py", "hybrid_search.py",
-    "translate_with_beams.py", "transcribe.py",
+    "translate_with_beams.py", "transcribe.py", "receipt.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -193,6 +194,16 @@ def test_classes_of_images(start_with: Start, tmp_path: Path) -> None:
     order = sorted(range(len(LABELS)), key=lambda number: -scores[number])
     assert shown[str(image)] == [f"{scores[number]:7.2%}  {LABELS[number]}" for number in order]
     assert len(shown[str(broken)]) == 1
+    assert "image" in shown[str(broken)][0]
+
+
+def test_receipts(start_with: Start, tmp_path: Path) -> None:
+    model = make_seeing_model("llava", tmp_path / "model", length=2048)
+    image, broken = tmp_path / "receipt.png", tmp_path / "broken.png"
+    picture(3).save(image)
+    broken.write_bytes(b"no picture")
+    shown = run(sys.executable, "receipt.py", "--url", start_with(model.path), str(image), str(broken))
+    assert set(json.loads(shown[str(image)][0])) == {"shop", "date", "items", "total"}
     assert "image" in shown[str(broken)][0]
 
 

@@ -54,12 +54,13 @@ SERVICE = {
     "key_requests_per_minute": 60, "key_max_concurrency": 4, "rate_limit_storage": "redis://:pass@host/0",
     "allowed_hosts": ("a.example", "*.b"), "allowed_origins": ("https://c", "null"),
     "max_body_size": "1MiB", "max_answer_size": "2MiB", "max_header_size": "8KiB", "max_num_queued_reqs": 11,
-    "max_image_bytes": "3MiB", "max_image_pixels": 14,
+    "max_image_bytes": "3MiB", "max_image_pixels": 14, "limit_mm_per_prompt": "image=3",
     "max_num_queued_tokens": 12, "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
     "max_queue_time": 4.5, "grammar_timeout": 6.5, "max_audio_seconds": 900.5, "prefix_cache_scope": "global",
     "enable_playground": False, "enable_cache_map": False, "tool_call_parser": "hermes", "reasoning_parser": "none",
     "tool_prompt": "off", "reasoning_budget": 7,
     "response_store": "responses.db", "response_store_max_age": 60.5, "response_store_max_size": "3MiB",
+    "batch_store": "batches", "batch_store_max_size": "4MiB", "batch_max_unfinished": 15, "batch_max_running": 16,
     "otlp_traces_endpoint": "http://localhost:4318/v1/traces", "enable_lora_loading": ".",
 }  # fmt: skip
 VALUES: dict[str, Any] = ENGINE | SERVICE

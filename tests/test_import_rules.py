@@ -37,6 +37,8 @@ LAYERS = {
     "engine.process.kv_events": 5,
     "engine.engine": 5,
     "engine.images": 5,
+    "engine.images.crop_settings": 3,
+    "engine.images.settings": 3,
     "engine.text": 5,
     "engine.pooled": 6,
     "engine.text.processor": 6,
@@ -202,6 +204,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.text.fitting",
         "engine.text.grammar_tokens",
         "engine.text.grammars",
+        "engine.text.pictures",
         "engine.text.processor",
         "engine.text.writing",
     }

@@ -123,8 +123,8 @@ def test_rotary_settings_of_older_configs() -> None:
 
 
 def test_other_rotary_scalings_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"rope_type 'axial'.*Implemented: default, linear, dynamic"):
-        make("LlamaForCausalLM", rope_parameters={"rope_type": "axial", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(UnsupportedModelError, match=r"rope_type 'proportional'.*Implemented: default, linear, dynamic"):
+        make("LlamaForCausalLM", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0})
 
 
 def test_partial_rotation_is_refused_where_the_family_has_none() -> None:

@@ -38,7 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("several")
     make_text_encoder("headless", folder / "encoder")
     (folder / "broken").mkdir()
-    (folder / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
+    (folder / "broken" / "config.json").write_text('{"architectures": ["Lla')
     file = folder / "models.yaml"
     places = {"chat": DEMOS["chat"], "translate": DEMOS["seq2seq"], "embed": folder / "encoder"}
     file.write_text(MODELS.format(broken=folder / "broken", **places))
@@ -91,9 +91,9 @@ def test_several_models_are_loaded_on_demand(service: Service) -> None:
     listed = {card["id"]: card for card in service.get("/v1/models").json()["data"]}
     assert listed["embed"]["tasks"] == ["embed", "token_embed"]
     assert sum(listed[name]["memory"] for name in ("chat", "embed")) < 640 * 2**20
-    assert "NoSuchModel" in listed["broken"]["reason"]
+    assert "config.json" in listed["broken"]["reason"]
 
-    with pytest.raises(openai.InternalServerError, match=r"The model broken could not be loaded: .*NoSuchModel"):
+    with pytest.raises(openai.InternalServerError, match=r"The model broken could not be loaded: .*config.json"):
         ask(client, "broken")
     with pytest.raises(openai.NotFoundError, match="does not exist; this server serves 'chat'"):
         ask(client, "gpt-5")

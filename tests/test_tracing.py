@@ -47,7 +47,7 @@ WITHOUT_THE_MODEL = {
     "/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/render", "/v1/conversations",
     "/v1/conversations/{conversation_id}",
     "/v1/conversations/{conversation_id}/items", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load",
-    "/v1/models/unload",
+    "/v1/models/unload", "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel",
     "/api/show", "/api/pull", "/api/create", "/api/push", "/api/copy", "/api/blobs/{digest}",
 }  # fmt: skip
 

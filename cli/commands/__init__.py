@@ -55,6 +55,9 @@ COMMANDS: dict[str, Command] = {
     "complete": Command(
         "talking", "complete a prompt from an argument or stdin", f"{__name__}.complete"
     ),
+    "batch": Command(
+        "talking", "answer the requests of a JSON Lines file", f"{__name__}.batch"
+    ),
     "ps": Command(
         "serving", "list the models of a running service and their states", f"{__name__}.ps"
     ),

@@ -97,6 +97,20 @@ class Wire:
             content = None if body is None else json.dumps(body)
             return self._value(self._http.request(method, path, content=content), path)
 
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
+        """The status of an answer, its request's id and its body, whatever the status is.
+
+        Raises:
+            TalkError: none came.
+        """
+        with self._problems():
+            response = self._http.request("POST", path, content=json.dumps(body))
+            try:
+                value = json.loads(response.text)
+            except ValueError:
+                value = response.text
+            return response.status_code, response.headers.get("X-Request-ID", ""), value
+
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The events of a stream; closing the iterator cancels the request.
 

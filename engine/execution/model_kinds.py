@@ -20,10 +20,12 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
 from engine.execution.alignment import Aligner, KeptQueries
 from engine.execution.buffers import Buffer, SideBuffers
+from engine.execution.image_vectors import ImageVectors, crop_work
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.interface.outputs import Activation
+from engine.interface.vision import VisionInfo
 from engine.model.heads import Embedder
 from engine.model.inputs import Inputs
 from engine.model.labelled_spans import LabelledSpans
@@ -156,15 +158,24 @@ class Encoder(ModelKind):
 
 
 class Decoder(ModelKind):
-    """Models that continue their own tokens, whose keys and values are stored in pages."""
+    """Models that continue their own tokens, whose keys and values are stored in pages.
+
+    Attributes:
+        images: makes vectors of images among the tokens; None: the model reads none.
+    """
+
+    images: ImageVectors | None = None
 
     @property
     def needs(self) -> SequenceNeeds:
-        return SequenceNeeds(
+        needs = SequenceNeeds(
             window=self.model.spec.attention_span,
             rotary_shifts=self.model.rotary_shifts,
             state_size=sum(self.model.spec.state_sizes),
         )
+        if self.images is None:
+            return needs
+        return replace(needs, crop_work=crop_work(self.model), kept_vectors=self.images.most_vectors)
 
     def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
         padded, buffers = max(plan.num_tokens, self.min_rows), self.buffers
@@ -172,6 +183,10 @@ class Decoder(ModelKind):
         if search is not None:
             search(tables)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
+        images = None
+        if plan.images:
+            assert self.images is not None
+            images = self.images.of(plan.images)
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
@@ -183,7 +198,12 @@ class Decoder(ModelKind):
             states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
             sides=buffers.sides.fill(plan.sides, padded),
+            images=images,
         )
+
+    def use_images(self, info: VisionInfo) -> None:
+        """Read images among tokens from now on; `info`: of the model's."""
+        self.images = ImageVectors(self.model, info, self.min_rows)
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
         """Where the plan's rows find an encoder's output."""

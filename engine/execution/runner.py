@@ -16,7 +16,7 @@ from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits, hidden_of
-from engine.execution.model_kinds import Search, StepBuffers, kind_of
+from engine.execution.model_kinds import Decoder, Search, StepBuffers, kind_of
 from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import NO_PARTS, PoolingParts
 from engine.execution.prompt_graphs import PromptGraphs, can_record_prompts
@@ -24,6 +24,7 @@ from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.execution.weighing import weighed
 from engine.interface.outputs import Activation
+from engine.interface.vision import VisionInfo
 from engine.model.experts import ExpertsFeedForward
 from engine.model.layers import Linear
 from engine.model.spec import Lm
@@ -81,6 +82,11 @@ class ModelRunner:
             self._sampler = DeviceSampler(device, first=self._sampled.data)
         self._beams = BeamsOnDevice(self._sampled.data)
         self._logits = Logits(model, min_rows)
+
+    def use_images(self, info: VisionInfo) -> None:
+        """Read images among tokens from now on; `info`: of the model's."""
+        assert isinstance(self.kind, Decoder)
+        self.kind.use_images(info)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
@@ -143,6 +149,8 @@ class ModelRunner:
 
     def _recorded(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
         """The recorded steps that serve a plan."""
+        if plan.images:
+            return None
         if self.graphs is not None and self.graphs.serves(plan):
             return self.graphs
         served = self.prompt_graphs is not None and self.prompt_graphs.serves(plan)

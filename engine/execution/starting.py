@@ -5,7 +5,7 @@ prepare allocates pages, measures, and records what can be recorded.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ from engine.execution.threads import use_threads
 from engine.execution.warmup import Measured, can_record, measure, record, trial
 from engine.execution.whole_prompts import use_flash
 from engine.host import gpus
+from engine.images.crop_settings import read_cropping, vision_info
 from engine.interface.outputs import EngineInfo
+from engine.interface.vision import VisionInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
@@ -72,6 +74,7 @@ class Resolved:
         max_model_len: maximum length of prompt plus answer, in tokens.
         max_encoder_len: longest input of an encoder beside a decoder that reads token ids.
         backend: the attention backend.
+        vision: the images that are read among tokens; None: none are read.
     """
 
     config: EngineConfig
@@ -87,6 +90,7 @@ class Resolved:
     max_model_len: int
     max_encoder_len: int
     backend: AttentionBackend
+    vision: VisionInfo | None
 
 
 def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecutor:
@@ -121,7 +125,7 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     if not config.skip_tokenizer_init and config.tokenizer is None and (why := lacks_tokenizer(path)):
         raise ModelLoadError(why)
     hf_config = read(path)
-    spec = build_spec(hf_config)
+    spec, vision = find_vision(build_spec(hf_config), path)
     if spec.state_sizes and device.type != "cpu":
         raise UnsupportedModelError(
             f"Layers with a state ({', '.join(spec.state_kinds)}) have no kernels for GPUs yet. Serve this model with "
@@ -152,7 +156,24 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
         max_model_len=max_model_len,
         max_encoder_len=max_encoder_len,
         backend=select(device, spec.trunk.attentions, cache_dtype if spec.decoder else None),
+        vision=vision,
     )
+
+
+def find_vision(spec: ModelSpec, path: Path) -> tuple[ModelSpec, VisionInfo | None]:
+    """The images that a model reads among its tokens; and the model, without what sees if its folder does not say how
+    images are made ready, or in a way that is not implemented. The log says why."""
+    if spec.vision is None:
+        return spec, None
+    try:
+        cropping = read_cropping(path)
+        if cropping is not None:
+            return spec, vision_info(spec.vision, cropping, path)
+        why: object = f"{path} has no preprocessor_config.json, which says how images are made ready."
+    except UnsupportedModelError as error:
+        why = error
+    logger.warning("Requests with images are refused: %s", why)
+    return replace(spec, vision=None), None
 
 
 def load(resolved: Resolved) -> ModelRunner:
@@ -181,7 +202,7 @@ def load(resolved: Resolved) -> ModelRunner:
     centres = None
     if cache_dtype in LARGEST and not whole:
         centres = mean_keys(model, context_length(resolved.hf_config, model.spec))
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -190,6 +211,9 @@ def load(resolved: Resolved) -> ModelRunner:
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )
+    if resolved.vision is not None:
+        runner.use_images(resolved.vision)
+    return runner
 
 
 def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
@@ -249,6 +273,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         signal=spec.signal,
         max_loras=config.most_loras,
         max_lora_rank=runner.adapters.max_rank,
+        vision=resolved.vision,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
     facts = ModelFacts(

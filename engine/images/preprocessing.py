@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.float32]:
     """float32 [3, height, width] of an image in RGB.
 
+    Raises:
+        InvalidRequestError: as `shaped`.
+    """
+    pixels: NDArray[Any] = shaped(image, steps, max_pixels=max_pixels)
+    if steps.rescale is not None:
+        pixels = (pixels.astype(np.float64) * steps.rescale).astype(np.float32)
+    pixels = pixels.astype(np.float32)
+    if steps.mean is not None:
+        mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (steps.mean, steps.std))
+        pixels = (pixels - mean) / std
+    return np.ascontiguousarray(pixels)
+
+
+def shaped(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """uint8 [3, height, width] of an image in RGB, resized and cropped.
+
     Args:
         max_pixels: maximum pixels after resizing, because a very narrow image becomes very long.
 
@@ -35,16 +51,8 @@ def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXE
                 code="image_too_large",
             )
         image = image.resize((width, height), resample=steps.resample)
-    pixels: NDArray[Any] = np.moveaxis(np.asarray(image), -1, 0)
-    if steps.crop is not None:
-        pixels = _middle(pixels, steps.crop)
-    if steps.rescale is not None:
-        pixels = (pixels.astype(np.float64) * steps.rescale).astype(np.float32)
-    pixels = pixels.astype(np.float32)
-    if steps.mean is not None:
-        mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (steps.mean, steps.std))
-        pixels = (pixels - mean) / std
-    return np.ascontiguousarray(pixels)
+    pixels: NDArray[np.uint8] = np.moveaxis(np.asarray(image), -1, 0)
+    return pixels if steps.crop is None else _middle(pixels, steps.crop)
 
 
 def _resized(height: int, width: int, size: tuple[int, int] | int) -> tuple[int, int]:

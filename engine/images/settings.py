@@ -17,8 +17,8 @@ _MOST_BYTES = 2**20
 _MOST_PIXELS = 1 << 14  # maximum pixels of a side
 
 _STANDARD = (0.5, 0.5, 0.5)
-_OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_BILINEAR, _BICUBIC = 2, 3
+OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_BILINEAR, BICUBIC = 2, 3
 _FILTERS = range(6)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
 
 # Defaults of transformers' classes for settings that the file lacks, by the beginnings of their names.
@@ -27,21 +27,21 @@ _CLASSES: dict[str, dict[str, Any]] = {
         "size": {"height": 224, "width": 224}, "resample": _BILINEAR, "image_mean": _STANDARD, "image_std": _STANDARD,
     },
     "DeiT": {
-        "size": {"height": 256, "width": 256}, "resample": _BICUBIC, "do_center_crop": True,
+        "size": {"height": 256, "width": 256}, "resample": BICUBIC, "do_center_crop": True,
         "crop_size": {"height": 224, "width": 224}, "image_mean": _STANDARD, "image_std": _STANDARD,
     },
     "CLIP": {
-        "size": {"shortest_edge": 224}, "resample": _BICUBIC, "do_center_crop": True,
-        "crop_size": {"height": 224, "width": 224}, "image_mean": _OPENAI[0], "image_std": _OPENAI[1],
+        "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224}, "image_mean": OPENAI[0], "image_std": OPENAI[1],
     },
     "Siglip": {
-        "size": {"height": 224, "width": 224}, "resample": _BICUBIC, "image_mean": _STANDARD, "image_std": _STANDARD,
+        "size": {"height": 224, "width": 224}, "resample": BICUBIC, "image_mean": _STANDARD, "image_std": _STANDARD,
     },
 }  # fmt: skip
 _NAME = re.compile(rf"({'|'.join(_CLASSES)})(ImageProcessor|FeatureExtractor)(Fast|Pil)?")
 # Classes in which a single number sets the shorter side.
 _SHORTEST = ("CLIP",)
-_MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_normalize": True, "do_pad": False}
+MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_normalize": True, "do_pad": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def read_preprocessing(folder: Path) -> Preprocessing | None:
     for name in FILES:
         file = folder / name
         if file.is_file():
-            values = _read(file)
+            values = read_json(file)
             own: Any = values.get("image_processor") if name == FILES[1] else values
             if isinstance(own, dict):
                 return _parse(own, file)
@@ -86,15 +86,32 @@ def read_preprocessing(folder: Path) -> Preprocessing | None:
 
 
 def _parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
-    known = _class_of(values, file)
-    given = {name: value for name, value in values.items() if value is not None}
-    off = {name: False for name in _MEANT if name in values}  # a switch that is null is off
-    settings = _Settings(_MEANT | _CLASSES[known] | off | given, file)
+    return preprocessing_of(values, file, preprocessor_class(values, file))
+
+
+def preprocessing_of(
+    values: Mapping[str, Any], file: Path, known: str | None, *, shortest: bool = False
+) -> Preprocessing:
+    """The steps that settings of a file say.
+
+    Args:
+        known: the class whose defaults complete them; None: they are complete.
+        shortest: one number as a size means the shorter side, as in some classes.
+
+    Raises:
+        UnsupportedModelError: a setting that is not implemented, or not right; names it.
+    """
+    if known is None:
+        settings = Settings(values, file)
+    else:
+        given = {name: value for name, value in values.items() if value is not None}
+        off = {name: False for name in MEANT if name in values}  # a switch that is null is off
+        settings, shortest = Settings(MEANT | _CLASSES[known] | off | given, file), known in _SHORTEST
     if settings.switch("do_pad"):
         raise UnsupportedModelError(f"{file}: do_pad is true, which is not implemented.")
     normalizes = settings.switch("do_normalize")
     return Preprocessing(
-        size=settings.size("size", shortest=known in _SHORTEST) if settings.switch("do_resize") else None,
+        size=settings.size("size", shortest=shortest) if settings.switch("do_resize") else None,
         resample=settings.filter(),
         crop=settings.crop() if settings.switch("do_center_crop") else None,
         rescale=settings.factor() if settings.switch("do_rescale") else None,
@@ -103,13 +120,13 @@ def _parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
     )
 
 
-def _class_of(values: Mapping[str, Any], file: Path) -> str:
+def preprocessor_class(values: Mapping[str, Any], file: Path) -> str:
     """The beginning of the class name; as in `transformers`, that of the model's type if the file names none."""
     known = ", ".join(_CLASSES)
     kind = values.get("image_processor_type") or values.get("feature_extractor_type")
     if not kind:
         config = file.with_name("config.json")
-        model = _read(config) if config.is_file() else {}
+        model = read_json(config) if config.is_file() else {}
         kind, model_type = model.get("image_processor_type"), model.get("model_type")
         if not kind:
             found = next((name for name in _CLASSES if model_type == name.lower()), None)
@@ -127,22 +144,26 @@ def _class_of(values: Mapping[str, Any], file: Path) -> str:
     return named[1]
 
 
-class _Settings:
-    """Values of a file, each checked when it is read."""
+class Settings:
+    """Values of a file, each checked when it is read.
+
+    Args:
+        values: the file's values, with the defaults of a class.
+    """
 
     def __init__(self, values: Mapping[str, Any], file: Path):
-        self._values = values
+        self.values = values
         self._file = file
 
     def switch(self, name: str) -> bool:
-        value = self._values[name]
+        value = self.values[name]
         if not isinstance(value, bool):
             raise self._refused(name, "true or false")
         return value
 
     def size(self, name: str, *, shortest: bool = False) -> tuple[int, int] | int:
         """Height and width, or the shorter side, which a single number means if `shortest` is set."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             value = {"shortest_edge": value} if shortest else {"height": value, "width": value}
         if isinstance(value, list | tuple) and len(value) == 2:
@@ -166,21 +187,21 @@ class _Settings:
 
     def filter(self) -> int:
         """A filter's number."""
-        value = self._values["resample"]
+        value = self.values["resample"]
         if isinstance(value, bool) or value not in _FILTERS:
             raise self._refused("resample", f"one of Pillow's filters, {_FILTERS.start} to {_FILTERS.stop - 1}")
         return int(value)
 
     def factor(self) -> float:
         """The factor by which pixel values are multiplied."""
-        value = self._values.get("rescale_factor", 1 / 255)
+        value = self.values.get("rescale_factor", 1 / 255)
         if not _is_number(value):
             raise self._refused("rescale_factor", "a number")
         return float(value)
 
     def channels(self, name: str) -> tuple[float, ...]:
         """A number for each of three channels; a single one applies to all."""
-        value = self._values[name]
+        value = self.values[name]
         values = [value] * 3 if _is_number(value) else value
         good = isinstance(values, list | tuple) and len(values) == 3 and all(map(_is_number, values))
         if not good or (name == "image_std" and 0 in values):
@@ -188,7 +209,7 @@ class _Settings:
         return tuple(float(number) for number in values)
 
     def _refused(self, name: str, wanted: str) -> UnsupportedModelError:
-        shown = ascii(self._values.get(name))[:80]
+        shown = ascii(self.values.get(name))[:80]
         return UnsupportedModelError(f"{self._file}: {name} must be {wanted}; got {shown}.")
 
 
@@ -200,7 +221,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The settings of a file.
+
+    Raises:
+        UnsupportedModelError: it cannot be read.
+    """
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise UnsupportedModelError(f"{file} cannot be read: it has more than {_MOST_BYTES} bytes.")

@@ -15,6 +15,7 @@ from engine.interface.generation import check_ids
 from engine.interface.outputs import EngineInfo, RepeatedInput, SignalKind
 from engine.interface.request import AudioInput, EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.interface.token_sides import SIDES, Sides, read_sides
+from engine.interface.vision import SeenImage, read_images
 
 # Maximum bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
 MOST_SIGNAL_BYTES = 64 * 2**20
@@ -32,12 +33,14 @@ class ReadInput:
         sides: further values of each token, besides its id.
         signal: float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each
             position.
+        images: those among the tokens.
     """
 
     token_ids: tuple[int, ...]
     encoder_token_ids: tuple[int, ...] = ()
     sides: Sides = field(default_factory=dict)
     signal: NDArray[np.float32] | None = None
+    images: tuple[SeenImage, ...] = ()
 
 
 def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> ReadInput:
@@ -56,7 +59,8 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         if not isinstance(input, TokenInput):
             return ReadInput(_checked("prompt", input, info.vocab_size))
         tokens = _checked("prompt", input.token_ids, info.vocab_size)
-        return ReadInput(tokens, sides=read_sides(input.given, len(tokens), info.sides))
+        images = read_images(input.images, tokens, info.vision)
+        return ReadInput(tokens, sides=read_sides(input.given, len(tokens), info.sides), images=images)
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
         first = input.decoder_token_ids if isinstance(input, AudioInput) else None
@@ -70,6 +74,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
     elif isinstance(input, TokenInput):
         ids = input.token_ids
         read_sides(input.given, len(ids), {})  # defaults alone
+        read_images(input.images, (), None)
     encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
     if len(encoder_input) > info.max_encoder_len:
         raise InvalidRequestError(
@@ -104,10 +109,11 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
             code="context_length_exceeded",
         )
     given = input if isinstance(input, TokenInput) else TokenInput(tokens)
+    images = read_images(given.images, tokens, info.vision)
     sides = read_sides(given.given, len(tokens), info.sides)
     if "token_types" not in given.given and info.second_after is not None:
         sides["token_types"] = SIDES["token_types"].array(_split_after(tokens, info.second_after))
-    return ReadInput(tokens, sides=sides)
+    return ReadInput(tokens, sides=sides, images=images)
 
 
 def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:

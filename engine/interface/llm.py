@@ -15,6 +15,7 @@ from engine.audio.samples import mono_samples
 from engine.audio.transcribing import Transcription
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.images.placing import ImagePlacer
 from engine.interface.argument_names import names_arguments
 from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
@@ -23,7 +24,7 @@ from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
 from engine.interface.llm_chat import Message, Tool, ToolPrompt, check_chats, conversation_prompt, read_conversations
 from engine.interface.llm_pooling import PoolingMethods, hides_progress
-from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts
+from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts, with_images
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
@@ -31,6 +32,7 @@ from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, T
 from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
+from engine.text.pictures import Pictures
 from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer, spell_bad_words
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
@@ -77,6 +79,7 @@ class LLM(PoolingMethods):
         check_vocabulary(engine.info, tokenizer)
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
+        self._placer = ImagePlacer.of(engine.info)
 
     def __enter__(self) -> Self:
         return self
@@ -92,19 +95,24 @@ class LLM(PoolingMethods):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora: Lora | Sequence[Lora | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        images: Sequence[Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate answers to all prompts; returns them in order. All prompts run together.
 
         Args:
-            prompts: a text, token ids, a dictionary in vLLM's form (`prompt` or `prompt_token_ids`; `encoder_prompt`
-                and `decoder_prompt`), or a list of these. An encoder-decoder model's encoder reads them. A
-                `Seq2SeqInput`, or an `AudioInput` for a speech model, also has the beginning of the answer.
+            prompts: a text, token ids, a dictionary in vLLM's form (`prompt` or `prompt_token_ids`, and
+                `multi_modal_data` with images; `encoder_prompt` and `decoder_prompt`), or a list of these. An
+                encoder-decoder model's encoder reads them. A `Seq2SeqInput`, or an `AudioInput` for a speech model,
+                also has the beginning of the answer.
             sampling_params: one for all prompts, or one per prompt; None uses the model's defaults.
             params: another name of sampling_params.
             lora: one adapter for all prompts, or one per prompt: its name, its path or a `LoRARequest`; None for the
                 base model. An adapter is loaded when it is first used.
             lora_request: vLLM's name of lora.
+            images: for a model that reads images, those of each prompt: one image or a list. An image is a path, the
+                bytes of a file, a PIL image, or an array [height, width, 3] of uint8. A prompt has an image token for
+                each.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
@@ -113,6 +121,8 @@ class LLM(PoolingMethods):
             RequestFailedError: the engine failed on a request.
         """
         listed = list_prompts(prompts)
+        if images is not None:
+            listed = with_images(listed, images)
         adapters = self._adapters.each(lora, len(listed), lora_request)
         return self._generated(listed, self._params(sampling_params, params, len(listed)), use_tqdm, adapters)
 
@@ -174,17 +184,20 @@ class LLM(PoolingMethods):
                 f"chat_template_kwargs must not contain {reserved[0]}, which is an argument of chat.",
                 param="chat_template_kwargs",
             )
+        pictures: list[Pictures] | None = [] if info.vision is not None else None
+        conversations = read_conversations(messages, pictures)
+        each_pictures: Sequence[Pictures | None] = pictures or [None] * len(conversations)
         inputs = [
             conversation_prompt(
                 conversation, tokenizer, chat_template=chat_template, tools=tools or None, documents=documents or None,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                tool_prompt=tool_prompt, **named,
+                tool_prompt=tool_prompt, pictures=found, placer=self._placer, **named,
             )
-            for conversation in read_conversations(messages)
+            for conversation, found in zip(conversations, each_pictures, strict=True)
         ]  # fmt: skip
         each = self._params(sampling_params, params, len(inputs))
         inputs = [
-            replace(input, token_ids=PromptReader.of(tokenizer, info, chosen, CHAT_ROOM).cut(input.token_ids))
+            PromptReader.of(tokenizer, info, chosen, CHAT_ROOM).cut_input(input)
             for input, chosen in zip(inputs, each, strict=True)
         ]
         each = [
@@ -228,7 +241,8 @@ class LLM(PoolingMethods):
         info, tokenizer = self.engine.info, self.tokenizer
         check_task(info, "generate")
         inputs = [
-            PromptReader.of(tokenizer, info, params).read(prompt) for prompt, params in zip(prompts, each, strict=True)
+            PromptReader.of(tokenizer, info, params, placer=self._placer).read(prompt)
+            for prompt, params in zip(prompts, each, strict=True)
         ]
         return self._answers(inputs, each, use_tqdm, adapters)
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args
 
 from engine.errors import InvalidRequestError
+from engine.images.placing import ImagePlacer, image_part
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import TokenInput
 from engine.interface.values import brief
 from engine.text.chat_templates import read_template
 from engine.text.fitting import Messages, fitted, shows_by, with_tool_prompt
+from engine.text.pictures import Pictures
 from engine.text.tokenizer import Tokenizer
 from engine.text.writing import HERMES
 
@@ -19,8 +21,11 @@ Tool = Mapping[str, Any] | Callable[..., Any]
 ToolPrompt = Literal["auto", "off"]
 
 
-def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+def read_conversations(messages: Any, pictures: list[Pictures] | None = None) -> list[list[dict[str, Any]]]:
     """One conversation or several, with text as content.
+
+    Args:
+        pictures: gets the images of each conversation; None: the model reads none.
 
     Raises:
         InvalidRequestError: names the invalid message.
@@ -28,22 +33,26 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     if not isinstance(messages, list | tuple) or not messages:
         _fail("messages", f"messages must be a conversation, a list of messages, or a list of these, {_got(messages)}.")
     if isinstance(messages[0], Mapping):
-        return [_read_conversation(messages, "messages")]
-    return [_read_conversation(item, f"messages[{place}]") for place, item in enumerate(messages)]
+        return [_read_conversation(messages, "messages", pictures)]
+    return [_read_conversation(item, f"messages[{place}]", pictures) for place, item in enumerate(messages)]
 
 
-def _read_conversation(messages: Any, where: str) -> list[dict[str, Any]]:
+def _read_conversation(messages: Any, where: str, pictures: list[Pictures] | None) -> list[dict[str, Any]]:
+    found = None if pictures is None else Pictures()
+    if pictures is not None and found is not None:
+        pictures.append(found)
     if not isinstance(messages, list | tuple) or not messages:
         _fail("messages", f"{where} must be a list of messages, {_got(messages)}.")
-    return [_read_message(item, f"{where}[{place}]") for place, item in enumerate(messages)]
+    return [_read_message(item, f"{where}[{place}]", found) for place, item in enumerate(messages)]
 
 
-def _read_message(message: Any, where: str) -> dict[str, Any]:
+def _read_message(message: Any, where: str, pictures: Pictures | None) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         _fail("messages", f"{where} must be a dictionary with role and content, {_got(message)}.")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "\n".join(_read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+        parts = [_read_part(part, f"{where}.content[{place}]", pictures) for place, part in enumerate(content)]
+        content = "\n".join(parts) if pictures is None else pictures.joined(parts)
     elif content is None and message.get("tool_calls"):
         content = ""
     elif not isinstance(content, str):
@@ -57,7 +66,10 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _read_part(part: Any, where: str) -> str:
+def _read_part(part: Any, where: str, pictures: Pictures | None) -> str:
+    image = None if pictures is None else image_part(part)
+    if pictures is not None and image is not None:
+        return pictures.add(image)
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
         _fail("messages", f'{where} must be {{"type": "text", "text": ...}}; other parts are not read, {_got(part)}.')
@@ -71,11 +83,14 @@ def conversation_prompt(
     chat_template: str | None,
     tools: Sequence[Tool] | None,
     tool_prompt: ToolPrompt = "auto",
+    pictures: Pictures | None = None,
+    placer: ImagePlacer | None = None,
     **variables: Any,
 ) -> TokenInput:
     """The prompt of a conversation.
 
     Args:
+        pictures, placer: the images in the messages, and what reads them; None: there are none.
         tool_prompt: auto: a system message describes the tools if the template does not support tools; off: refuse.
 
     Raises:
@@ -92,8 +107,13 @@ def conversation_prompt(
         if tool_prompt == "off":
             _fail("tools", 'the chat template does not support tools. Leave them out, or set tool_prompt="auto".')
         messages, described = _with_tool_prompt(messages, described, tokenizer, template), None
+    if pictures is not None and pictures.images and placer is not None:
+        variables |= {"image_mark": pictures.mark, "image_text": tokenizer.written(placer.token_id)}
     text = tokenizer.apply_chat_template(messages, chat_template=template, tools=described, **variables)
-    return TokenInput(tokenizer.encode(text, add_special_tokens=False), text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if pictures is None or not pictures.images or placer is None:
+        return TokenInput(ids, text)
+    return placer.input(ids, pictures.images, text, tokenizer, special=False)
 
 
 def _with_tool_prompt(

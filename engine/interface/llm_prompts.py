@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.images.placing import ImagePlacer
 from engine.interface.generation import DEFAULT_MAX_TOKENS, tokens_to_keep_free
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
@@ -35,6 +36,32 @@ def list_prompts(prompts: Any) -> list[Any]:
     return [items] if items and _is_id(items[0]) else items
 
 
+def with_images(prompts: Sequence[Any], images: Any) -> list[Any]:
+    """Prompts as dictionaries with the images of each.
+
+    Args:
+        images: of each prompt, one image or a list.
+
+    Raises:
+        InvalidRequestError: there are more or fewer than prompts, or a prompt is neither a text nor token ids.
+    """
+    listed = list(images) if isinstance(images, list | tuple) else [images]
+    if len(prompts) == 1 and not (len(listed) == 1 and isinstance(listed[0], list | tuple)):
+        listed = [listed]
+    if len(listed) != len(prompts):
+        _fail(f"images must have the images of each of the {len(prompts)} prompts, got {len(listed)} entries.")
+    found = []
+    for prompt, own in zip(prompts, listed, strict=True):
+        if isinstance(prompt, Mapping):
+            given = dict(prompt)
+        elif isinstance(prompt, str):
+            given = {"prompt": prompt}
+        else:
+            given = {"prompt_token_ids": prompt.token_ids if isinstance(prompt, TokenInput) else prompt}
+        found.append({**given, "multi_modal_data": {"image": own}} if own is not None and own != [] else given)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class PromptReader:
     """Converts prompts to the engine's form.
@@ -47,10 +74,16 @@ class PromptReader:
     tokenizer: Tokenizer | None
     info: EngineInfo
     kept: int | None = None
+    placer: ImagePlacer | None = None
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer | None, info: EngineInfo, params: SamplingParams, usual: int = DEFAULT_MAX_TOKENS
+        cls,
+        tokenizer: Tokenizer | None,
+        info: EngineInfo,
+        params: SamplingParams,
+        usual: int = DEFAULT_MAX_TOKENS,
+        placer: ImagePlacer | None = None,
     ) -> PromptReader:
         """The reader for the prompt of a request with these parameters.
 
@@ -70,7 +103,7 @@ class PromptReader:
             )
         if kept == -1:
             kept = room if info.max_encoder_len else max(room - tokens_to_keep_free(params, info, usual), 1)
-        return cls(tokenizer, info, kept)
+        return cls(tokenizer, info, kept, placer)
 
     def read(self, prompt: Any) -> AnyInput:
         """One prompt.
@@ -83,7 +116,7 @@ class PromptReader:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")
             return prompt
         if isinstance(prompt, TokenInput):
-            return prompt if self.kept is None else prompt.keeping(self.cut(prompt.token_ids), self.cut)
+            return self.cut_input(prompt)
         if isinstance(prompt, Mapping):
             return self._read_dict(prompt)
         if not isinstance(prompt, str):
@@ -92,6 +125,18 @@ class PromptReader:
         if self.kept is None:
             return TokenInput(tokenizer.encode(prompt), prompt)
         return TokenInput(tokenizer.encode_input(prompt, max_length=self.kept, side=self._side).ids, prompt)
+
+    def cut_input(self, input: TokenInput) -> TokenInput:
+        """The input with the token ids that stay.
+
+        Raises:
+            InvalidRequestError: it has images, and would be cut.
+        """
+        if self.kept is None or len(input.token_ids) <= self.kept:
+            return input
+        if input.images:
+            _fail("truncate_prompt_tokens does not cut prompts with images. Shorten the prompt.")
+        return input.keeping(self.cut(input.token_ids), self.cut)
 
     def cut(self, ids: Sequence[Any]) -> list[Any]:
         """The token ids that stay, or the values that belong to them."""
@@ -106,6 +151,8 @@ class PromptReader:
 
     def _read_dict(self, prompt: Mapping[str, Any]) -> AnyInput:
         given = {name: value for name, value in prompt.items() if value is not None}
+        if "multi_modal_data" in given:
+            return self._read_images(given)
         if given and set(given) <= set(_PLAIN):
             text, ids = (given.get(name) for name in _PLAIN)
             if text is not None and not isinstance(text, str):
@@ -124,6 +171,18 @@ class PromptReader:
             "a prompt given as a dictionary must hold prompt or prompt_token_ids, or encoder_prompt and optionally "
             f"decoder_prompt for an encoder-decoder model; {found}."
         )
+
+    def _read_images(self, given: dict[str, Any]) -> AnyInput:
+        data = given.pop("multi_modal_data")
+        if not isinstance(data, Mapping) or set(data) != {"image"}:
+            _fail(f"multi_modal_data must hold image, and nothing else is read; got {brief(data)}.")
+        if self.placer is None:
+            _fail(f"{self.info.model} reads no images.")
+        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        whole = replace(self, kept=None)._read_dict(given)
+        if not isinstance(whole, TokenInput):
+            _fail("images need a prompt or prompt_token_ids.")
+        return self.cut_input(self.placer.input(whole.token_ids, images, whole.text, self.tokenizer, special=True))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

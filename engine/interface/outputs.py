@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.interface.adapters import AdapterInfo
+from engine.interface.vision import VisionInfo
 
 Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
@@ -499,6 +500,7 @@ class EngineInfo:
         adapters: the adapters loaded at start.
         max_loras, max_lora_rank: maximum number of loaded adapters, and their maximum rank.
         model_file: the loaded GGUF file that the folder `model_path` represents; None: the folder is the model's own.
+        vision: the images that it reads among its tokens; None: it reads none.
     """
 
     model: str
@@ -552,6 +554,7 @@ class EngineInfo:
     max_loras: int = 0
     max_lora_rank: int = 0
     model_file: str | None = None
+    vision: VisionInfo | None = None
 
     @property
     def format(self) -> str:

@@ -33,6 +33,7 @@ from engine.interface.values import (
     check_words,
     fail,
 )
+from engine.interface.vision import PlacedImage, SeenImage
 
 __all__ = [
     "BIAS_RANGE", "NUMBER_RANGES", "AudioInput", "Decoding", "EarlyStopping", "EngineInput", "PixelInput",
@@ -90,6 +91,7 @@ class TokenInput:
         bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower] on a page of
             (for most models) 1000 by 1000; None: all are zeros.
         sides: other sides of the tokens by name (`engine.interface.token_sides`), one entry per token.
+        images: those whose vectors take the places of some tokens, in the order of these.
     """
 
     token_ids: Sequence[int]
@@ -97,6 +99,7 @@ class TokenInput:
     token_type_ids: Sequence[int] | None = None
     bbox: Sequence[Sequence[int]] | None = None
     sides: Mapping[str, Sequence[Any]] | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def given(self) -> dict[str, Sequence[Any]]:
@@ -115,7 +118,7 @@ class TokenInput:
     def of(cls, token_ids: Sequence[int], text: str | None, sides: Mapping[str, Sequence[Any]]) -> TokenInput:
         """An input with these sides, each in its own field."""
         fields = {side.name: side.param for side in asked_sides() if side.param is not None}
-        named = {fields[name]: values for name, values in sides.items() if name in fields}
+        named: dict[str, Any] = {fields[name]: values for name, values in sides.items() if name in fields}
         return cls(token_ids, text, sides={k: v for k, v in sides.items() if k not in fields} or None, **named)
 
     def keeping(self, token_ids: Sequence[int], entries: Callable[[Sequence[Any]], Sequence[Any]]) -> TokenInput:
@@ -529,6 +532,7 @@ class Request:
         pooling: the wanted results of the prompt's hidden states, instead of an answer; None for an answer.
         sides: further values of each token of the prompt, besides its id.
         adapter: the request's adapter; None for the base model alone.
+        images: those among the tokens of the prompt.
         priority: lower runs earlier (as in vLLM); ties by arrival. Between named tenants it has no effect.
         cache_salt: requests share cached pages only with requests with the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -547,6 +551,7 @@ class Request:
     sides: Sides = field(default_factory=dict, compare=False)
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
     adapter: AdapterInfo | None = None
+    images: tuple[SeenImage, ...] = field(default=(), compare=False)
 
     @property
     def reach(self) -> int:

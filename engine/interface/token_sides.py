@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.errors import InvalidRequestError
 from engine.interface.values import brief
+from engine.interface.vision import KEY_BYTES
 
 Values = NDArray[np.int32]
 """[tokens], or [tokens, width] for a side with several numbers per token."""
@@ -30,7 +31,7 @@ class TokenSide:
     Attributes:
         name: the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
             `spec.Tokens`: the number of its values, 0 in a model that does not read it.
-        reads: the operation that reads it (`engine.model.operations`).
+        reads: the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it.
         dtype: the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps.
         width: numbers per token.
         default: the value of each number if nothing is known about a token.
@@ -45,7 +46,7 @@ class TokenSide:
     """
 
     name: str
-    reads: Literal["Embed", "PrepareHeads", "AddAdapters"]
+    reads: Literal["Embed", "PrepareHeads", "AddAdapters"] | None
     dtype: type[np.int32] = np.int32
     width: int = 1
     default: int = 0
@@ -161,6 +162,10 @@ SIDES: dict[str, TokenSide] = {
         # The slot of each token's adapter, 0 for none. Another adapter may have the slot later, so the root hash of a
         # sequence covers the adapter itself.
         TokenSide(name="adapter_slots", reads="AddAdapters", asked=False, goes_on=True, hashed=False),
+        # The number of the vector of an image that a token has in a step, from 1 on; 0 for none.
+        TokenSide(name="image_slots", reads="Embed", asked=False, hashed=False),
+        # The key of the image whose vector a token has (`engine.interface.vision`).
+        TokenSide(name="image_keys", reads=None, width=KEY_BYTES // 4, asked=False),
     )
 }
 

@@ -113,6 +113,14 @@ class TokenEmbedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
+def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -> Tensor:
+    """Vectors x [Tp, hidden] with those of images [N, hidden] in the places of tokens that have one."""
+    if images is None:
+        return x
+    slots = sides["image_slots"]
+    return torch.where((slots > 0)[:, None], images[(slots - 1).clamp(min=0)].to(x.dtype), x)
+
+
 class BoxEmbedding(nn.Module):
     """Adds the vectors of boxes: of their edges, heights and widths.
 
@@ -185,7 +193,8 @@ class PatchEmbedding(nn.Module):
         if self.first is not None:
             x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1)
         if self.positions is not None:
-            x = x + self.positions[self.offset : self.offset + x.shape[1]]
+            order, first = self.part.order, self.offset
+            x = x + self.positions[slice(first, first + x.shape[1]) if order is None else list(order)]
         x = x.flatten(0, 1)
         return x if self.norm is None else self.norm(x)
 

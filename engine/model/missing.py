@@ -62,6 +62,11 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.extend(unsupported(model.twin))
         if model.decoder is not None or model.twin.decoder is not None or model.twin.signal is None:
             missing.append("a twin of other models than encoders, or one that reads no signals")
+    if model.vision is not None:
+        missing.extend(unsupported(spec.ModelSpec(encoder=model.vision.tower, decoder=None, head=spec.Pool())))
+        projector = model.vision.projector
+        if isinstance(projector, spec.Projector) and projector.activation not in ACTIVATIONS:
+            missing.append(f"activation {projector.activation}")
     return list(dict.fromkeys(missing))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
 from engine.model import spec
-from engine.model.embedding import Embedding, TokenEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding, with_images
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear, SpanConvolution, XieluFeedForward
@@ -46,7 +46,8 @@ class HasRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed(HasRows):
-    """out = the vectors of token ids, with their positions and sides, or of signals."""
+    """out = the vectors of token ids, with their positions and sides, or of images in their positions; or those of
+    signals."""
 
     WRITES = ("out",)
     module: Embedding
@@ -56,7 +57,7 @@ class Embed(HasRows):
         """The vectors [Tp, features] of a pass's inputs."""
         if isinstance(self.module, TokenEmbedding):
             x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
-            return x
+            return with_images(x, inputs.images, inputs.sides)
         x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
 

@@ -36,8 +36,8 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
     with Checkpoint(path, scheme) as checkpoint:  # a damaged file causes another error
         size = sum(file.stat().st_size for file in checkpoint.files)
         most = max(size, checkpoint.num_elements)
-    twin = None if model.twin is None else model.twin.encoder
-    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, twin) if stack is not None)
+    beside = [None if model.twin is None else model.twin.encoder, None if model.vision is None else model.vision.tower]
+    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, *beside) if stack is not None)
     table = model.trunk.embedding
     if isinstance(table, Tokens):
         least += (table.vocab_size + 4 * table.boxes) * table.width

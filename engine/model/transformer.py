@@ -34,6 +34,7 @@ from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.stack import TransformerStack
 from engine.model.table import WeightTable
+from engine.model.vision import ImageEmbedding
 
 
 class Transformer(nn.Module):
@@ -109,6 +110,12 @@ class Transformer(nn.Module):
         if model.twin is not None and model.twin.signal is not None:
             length = model.twin.signal.positions
             self.twin = Transformer(model.twin, backend, length, device=device, dtype=dtype, filled_on=filled_on)
+        self.tower = self.vision = None
+        if model.vision is not None:
+            seen = spec.ModelSpec(encoder=model.vision.tower, decoder=None, head=spec.Pool())
+            length = 0 if seen.signal is None else seen.signal.positions
+            self.tower = Transformer(seen, backend, length, device=device, dtype=dtype, filled_on=filled_on)
+            self.vision = ImageEmbedding(model.vision, model.trunk.hidden_size, place)
 
     @property
     def trunk(self) -> TransformerStack:
@@ -148,7 +155,10 @@ class Transformer(nn.Module):
     def reads_many(self, module: Linear) -> bool:
         """Whether a matrix mostly multiplies many rows. Decoders and heads have few rows, for which vectors are as good
         as matrix tiles."""
-        return self.encoder is not None and self.decoder is None and module in set(self.encoder.modules())
+        encoder = self.encoder if self.decoder is None else None
+        if self.tower is not None:
+            encoder = self.tower.encoder
+        return encoder is not None and module in set(encoder.modules())
 
     def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
         """Read a token table's rows from elsewhere."""
@@ -177,6 +187,8 @@ class Transformer(nn.Module):
                 part.make_ready()
         if self.twin is not None:
             self.twin._make_ready()
+        if self.tower is not None:
+            self.tower._make_ready()
 
     def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
         """Size of the parameters. Quantised ones are included if they are on a GPU or not made yet.

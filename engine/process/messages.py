@@ -38,6 +38,7 @@ from engine.interface.request import (
     Seq2SeqInput,
     TokenInput,
 )
+from engine.interface.vision import MOST_CROP_BYTES, PlacedImage
 
 T = TypeVar("T")
 
@@ -159,9 +160,54 @@ class Signal(msgspec.Struct, omit_defaults=True):
         return PixelInput(values) if self.kind == "image" else AudioInput(values, self.decoder_token_ids)
 
 
+class ImageMessage(msgspec.Struct, array_like=True):
+    """A `PlacedImage`: its pixels are bytes in C order."""
+
+    offset: int
+    length: int
+    shape: tuple[int, int, int, int]
+    size: tuple[int, int]
+    data: bytes
+
+    @classmethod
+    def of(cls, image: PlacedImage) -> ImageMessage:
+        """The message for an image.
+
+        Raises:
+            InvalidRequestError: its pixels are no uint8 array of four axes, or more than `MOST_CROP_BYTES`.
+        """
+        pixels = np.asarray(image.pixels)
+        if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.nbytes > MOST_CROP_BYTES:
+            raise InvalidRequestError(
+                f"an image's pixels must be a uint8 array of four axes with at most {MOST_CROP_BYTES} bytes, got "
+                f"{pixels.dtype} of {list(pixels.shape)}.",
+                param="images",
+                code="invalid_value",
+            )
+        height, width = image.size
+        return cls(image.offset, image.length, pixels.shape, (int(height), int(width)), pixels.tobytes())
+
+    @property
+    def image(self) -> PlacedImage:
+        """The image again.
+
+        Raises:
+            InvalidRequestError: the bytes are not so many numbers.
+        """
+        if any(size < 0 for size in self.shape) or math.prod(self.shape) != len(self.data):
+            raise InvalidRequestError(
+                f"{len(self.data)} bytes are not the pixels of crops of shape {list(self.shape)}.",
+                param="images",
+                code="invalid_value",
+            )
+        pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
+        return PlacedImage(self.offset, self.length, pixels, self.size)
+
+
 class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """`Engine.add_request`. Exactly one input and one kind of parameters is set: a union of dataclasses could not be
-    distinguished on arrival. `tokens` comes without its text, which the engine does not need."""
+    distinguished on arrival. `tokens` comes without its text, which the engine does not need, and without its
+    images, which are `images`."""
 
     request_id: str
     tokens: TokenInput | None = None
@@ -174,12 +220,15 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     deadline: float | None = None
     tenant: str | None = None
     adapter: str | None = None
+    images: list[ImageMessage] = []
 
     @property
     def input(self) -> EngineInput:
         """The input for `add_request`."""
         if self.signal is not None:
             return self.signal.input
+        if self.tokens is not None and self.images:
+            return replace(self.tokens, images=tuple(image.image for image in self.images))
         given = self.tokens or self.seq2seq
         assert given is not None  # `encode_add` sets exactly one
         return given
@@ -320,7 +369,8 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
             message.signal = Signal.of(input)
         else:
             given = input if isinstance(input, TokenInput) else TokenInput(input)
-            message.tokens = replace(given, text=None)
+            message.images = [ImageMessage.of(image) for image in given.images]
+            message.tokens = replace(given, text=None, images=())
         return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(

@@ -21,6 +21,7 @@ from engine.scheduling.plan import (
     EncoderBatch,
     Float32,
     Float64,
+    ImageRows,
     Int32,
     PoolingRow,
     PromptLogprobRows,
@@ -108,6 +109,8 @@ def build_plan(
         slots = positions[:0]
         if not unchunked:
             slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+    images, image_slots = ((), None) if decoding else _images(rows, query_start)
+    sides = known.sides if known is not None else _sides(rows) if any(group.sides for group in groups) else {}
     sampling = _sampling(rows, query_start) if known is None else _sampling_again(rows, known.sampling)
     plan = StepPlan(
         version=new_version() if sampling is None else sampling.version,
@@ -125,7 +128,8 @@ def build_plan(
         states=_states(rows),
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
-        sides=known.sides if known is not None else _sides(rows) if any(group.sides for group in groups) else {},
+        sides=sides if image_slots is None else {**sides, "image_slots": image_slots},
+        images=images,
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
@@ -213,13 +217,37 @@ def _sides(rows: Seq[Row]) -> Sides:
 
 def _sides_of(parts: Seq[tuple[Sides, int, int]]) -> Sides:
     """The sides of this many tokens from a position on, for each of some sequences."""
-    names = {name for sides, start, _ in parts for name, known in sides.items() if SIDES[name].is_known(known, start)}
+    names = {
+        name
+        for sides, start, _ in parts
+        for name, known in sides.items()
+        if SIDES[name].reads is not None and SIDES[name].is_known(known, start)
+    }
     found = {}
     for side in (SIDES[name] for name in sorted(names)):
         nothing = side.array(())
         values = [side.part(sides.get(side.name, nothing), start, count) for sides, start, count in parts]
         found[side.name] = np.concatenate(values)
     return found
+
+
+def _images(rows: Seq[Row], query_start: Int32) -> tuple[tuple[ImageRows, ...], Int32 | None]:
+    """The images whose vectors tokens of the rows have, and of each token the number of its vector among all of these,
+    from 1 on; None where there are none."""
+    if not any(row.group.request.images for row in rows):
+        return (), None
+    found: list[ImageRows] = []
+    slots, count = np.zeros(query_start[-1], dtype=np.int32), 0
+    for row, begin in zip(rows, query_start.tolist(), strict=False):
+        for image in row.group.request.images:
+            first, end = image.part(row.start, row.count)
+            if first == end:
+                continue
+            places = image.places[first:end] - row.start + begin
+            slots[places] = np.arange(count + 1, count + 1 + end - first, dtype=np.int32)
+            count += end - first
+            found.append(ImageRows(key=image.key, pixels=image.pixels, size=image.size, first=first, count=end - first))
+    return (tuple(found), slots) if found else ((), None)
 
 
 def _attended(rows: Seq[Row], counts: Int32) -> Int32:

@@ -134,7 +134,7 @@ class StepWork:
         prompts = counts[chosen < counts]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
         scores += sum(len(row.pooling.positions) for row in plan.pooling)
-        whole = int(encoded.sum())
+        whole = int(encoded.sum()) + round(plan.image_work)
         return cls(
             plan.num_tokens + whole, int(prompts.sum()) + whole, int(pairs.sum()) + int((encoded**2).sum()), scores
         )

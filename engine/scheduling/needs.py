@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.interface.request import Request
 from engine.interface.token_sides import Sides, Values, hashed_root
+from engine.interface.vision import image_keys
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 
@@ -25,6 +26,8 @@ class SequenceNeeds:
         state_size: number of values in the states of its layers in a state slot; 0 if no layer has one.
         rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated
             differently from longer ones, and find their angles `shift` rows after their positions.
+        crop_work: the work of making the vectors of a crop of an image, in tokens.
+        kept_vectors: about as many vectors of images are kept.
     """
 
     paged: bool = True
@@ -32,6 +35,8 @@ class SequenceNeeds:
     encoder_length: int = 0
     state_size: int = 0
     rotary_shifts: tuple[tuple[int, int], ...] = ()
+    crop_work: float = 0.0
+    kept_vectors: int = 0
 
     def sides_of(self, request: Request) -> Sides:
         """The facts about a request's tokens beside their ids: those that it contains, and those that follow from its
@@ -40,6 +45,8 @@ class SequenceNeeds:
         own = adapter_sides(request)
         if shift:
             own["rotary_offsets"] = np.array([shift], dtype=np.int32)
+        if request.images:
+            own["image_keys"] = image_keys(request.images, len(request.prompt_token_ids))
         return {**request.sides, **own} if own else request.sides
 
     def rotary_shift(self, reach: int) -> int:

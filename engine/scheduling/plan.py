@@ -20,6 +20,7 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
+UInt8 = NDArray[np.uint8]
 _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 
@@ -197,6 +198,24 @@ class PoolingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRows:
+    """Vectors of an image that a step's tokens have.
+
+    Attributes:
+        key: of the image: its pixels and its size.
+        pixels: uint8 [crops, channels, height, width].
+        size: height and width of the image as it was sent.
+        first, count: the vectors, in the order of the tokens.
+    """
+
+    key: bytes
+    pixels: UInt8
+    size: tuple[int, int]
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The work of one forward pass.
 
@@ -224,6 +243,8 @@ class StepPlan:
         sides: facts about the tokens beside their ids (`engine.interface.token_sides`).
         signals: what is read of each row instead of its tokens, which are then zeros; None for a row of tokens. () if
             all rows are tokens.
+        images: the images whose vectors tokens have. A side of the tokens counts these vectors.
+        image_work: about how much work it is to make the vectors that are not known, in tokens.
         version: a plan of the same version as the previous step's has the same rows, each one token further: the same
             `cross`, and a `sampling` of the same version. Every other plan has a separate version.
     """
@@ -246,6 +267,8 @@ class StepPlan:
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     searches: Searches | None = None
+    images: tuple[ImageRows, ...] = ()
+    image_work: float = 0.0
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:

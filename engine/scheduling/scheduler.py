@@ -11,6 +11,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Protocol
 
 from engine.errors import InvalidRequestError
@@ -31,6 +32,7 @@ from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.draft_costs import DraftCosts, DraftGain
 from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.image_work import ImageWork
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.needs import sequence_root
@@ -99,6 +101,7 @@ class Scheduler:
         self._num_restoring = 0
         self._tables = Tables(pool, self._hasher, config, states=self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
+        self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
     def record_events(self) -> PageEvents:
         """Start collecting what the prefix cache gains and loses, before the first request."""
@@ -256,6 +259,8 @@ class Scheduler:
         pending = self.in_flight.pending() if ahead else None
         inputs = [run.encoder_input for run in planned.encoder_runs]
         planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending, step.searches)
+        if step.image_work:
+            planned.plan = replace(planned.plan, image_work=step.image_work)
         self.in_flight.begin(planned)
         return planned.plan
 
@@ -404,6 +409,8 @@ class Scheduler:
         total = sum([count for _, count in work])
         budget = step.budget if total == len(work) else step.room(group)  # single tokens are never postponed
         budget = total if group.unchunked else budget
+        if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
+            budget = self._image_work.fitting(step, group, work[0][0].num_scheduled, min(total, budget))
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []

@@ -64,6 +64,7 @@ class Step:
         num_drafts: number of tokens that may still be drafted: none once prompts are planned.
         gain: the gain from drafts in this step.
         kept_pages: number of pages that running groups still lack for their tokens, if tokens are drafted.
+        image_work: the work of making vectors of images, in tokens.
     """
 
     budget: int
@@ -79,6 +80,7 @@ class Step:
     num_drafts: int = 0
     gain: DraftGain = field(default_factory=lambda: DraftGain(None, 0))
     kept_pages: int = 0
+    image_work: float = 0.0
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their minimum."""
@@ -117,6 +119,14 @@ class Step:
         """Whether the group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
         count = group.sequences[0].num_tokens
         return not self.num_prompts or (count <= self.budget and self._reading(group, count) <= self.left)
+
+    def see(self, work: float) -> bool:
+        """Make vectors of an image, if that fits beside what is planned; the first prompt's first image always does."""
+        if work > self.left and (self.num_prompts or self.image_work):
+            return False
+        self.left -= work
+        self.image_work += work
+        return True
 
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """Plan these rows of the group."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.configs.listing import list_models_once
+from engine.text.pictures import with_parts
 
 Messages = list[dict[str, Any]]
 
@@ -55,17 +56,28 @@ def load_renderer() -> Callable[..., tuple[list[str], Any]]:
     return render_jinja_template  # type: ignore[no-any-return]
 
 
-def render_conversation(template: str, messages: Messages, **given: Any) -> str:
+def render_conversation(
+    template: str, messages: Messages, *, image_mark: str | None = None, image_text: str | None = None, **given: Any
+) -> str:
     """Convert messages to a prompt in `transformers`' sandbox.
 
     Args:
         template: a Jinja template.
         messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON text.
+        image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
         given: tools, documents, add_generation_prompt, continue_final_message, and variables that the template may use.
 
     Raises:
         ValueError: the template refuses these messages, or fails on them; the text is the template's.
     """
+
+    def render(probe: Messages) -> str:
+        return _rendered(template, probe, given | {"continue_final_message": False})
+
+    return _rendered(template, with_parts(template, messages, render, mark=image_mark, text=image_text), given)
+
+
+def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> str:
     refusal: Exception | None = None
     for form in _forms(template, messages):
         try:

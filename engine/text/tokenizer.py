@@ -423,7 +423,8 @@ class Tokenizer:
             chat_template: a template to use instead of the model's own.
             tools: {"type": "function", "function": {...}} each.
             add_generation_prompt: whether to end with the text that opens the assistant's answer.
-            variables: continue_final_message, documents, and variables that the template may use (enable_thinking ...).
+            variables: continue_final_message, documents, image_mark, image_text, and variables that the template may
+                use (enable_thinking ...).
 
         Raises:
             InvalidRequestError: the model has no template, or it refuses these messages.

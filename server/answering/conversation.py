@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from engine import CHAT_ROOM, room_for_answer
+from engine.text.pictures import Pictures
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -29,11 +30,17 @@ async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
     Raises:
         ApiError, InvalidRequestError: the request cannot be rendered, or is far too long.
     """
-    messages = read_messages(chat.messages)
+    pictures = pictures_for(service)
+    messages = read_messages(chat.messages, pictures)
     rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
     room = Room(service.client.info.max_model_len, "messages")
     with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
-        return await service.render(messages, room, rendering)
+        return await service.render(messages, room, rendering, pictures=pictures)
+
+
+def pictures_for(service: Service) -> Pictures | None:
+    """Takes the images of a conversation; None if the model reads none."""
+    return None if service.chat_images is None else Pictures()
 
 
 @dataclass(slots=True)
@@ -42,6 +49,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     Attributes:
         ignored: names of fields of the endpoint's own shape that the chat request lacks.
+        pictures: the images in the messages; None: the model reads none.
         lowered: whether the prompt leaves less room than max_tokens; the answer gets the room that is left.
     """
 
@@ -51,7 +59,8 @@ class ConversationRun(Run[ChatPiece, Choice]):
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
-    ignored: Ignored = field(default_factory=set, kw_only=True)
+    ignored: Ignored = field(default_factory=Ignored, kw_only=True)
+    pictures: Pictures | None = field(default=None, kw_only=True)
     parsing: Parsing | None = None
     lowered: bool = False
 
@@ -70,13 +79,28 @@ class ConversationRun(Run[ChatPiece, Choice]):
             message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
         shape = shape_of(body, service)
-        messages = read_messages(body.messages)
+        pictures = pictures_for(service)
+        messages = read_messages(body.messages, pictures)
+        if pictures is not None and service.chat_images is not None:
+            service.chat_images.check_count(pictures)
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         rendering = read_rendering(body, tools)
-        return cls(service, body, shape, arrival, messages=messages, rendering=rendering, tools=tools, **more)
+        return cls(
+            service,
+            body,
+            shape,
+            arrival,
+            messages=messages,
+            rendering=rendering,
+            tools=tools,
+            pictures=pictures,
+            **more,
+        )
 
     def size(self) -> tuple[int, int]:
         tokens = estimate_messages(self.messages) + self.rendering.num_tokens
+        if self.pictures is not None and self.service.chat_images is not None:
+            tokens += len(self.pictures.images) * self.service.chat_images.most_tokens
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
@@ -87,7 +111,11 @@ class ConversationRun(Run[ChatPiece, Choice]):
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
         prompt = await self.rendered(room)
         if truncation is not None:
-            prompt = replace(prompt, token_ids=truncation.ids(prompt.token_ids))
+            kept = truncation.ids(prompt.token_ids)
+            if prompt.images and len(kept) < len(prompt.token_ids):
+                message = "truncate_prompt_tokens does not cut prompts with images. Shorten the messages."
+                raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+            prompt = replace(prompt, token_ids=kept)
         final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
         self.parsing = self.service.answers.parsing(self.tools, prompt.text or "", final)
         if self.parsing is not None:
@@ -105,7 +133,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     async def rendered(self, room: Room) -> Prompt:
         """The prompt as the chat template writes it."""
-        return await self.service.render(self.messages, room, self.rendering, self.terms)
+        return await self.service.render(self.messages, room, self.rendering, self.terms, self.pictures)
 
     def _limit_reasoning(self) -> None:
         asked, answers, params = self.body.reasoning_budget, self.service.answers, self.shape.params

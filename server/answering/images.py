@@ -8,12 +8,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
 from engine.images import PIXEL_BYTES, need_steps, pixels_of, steps_for
 from server.config.settings import ServerSettings
 from server.workers.frames import MEMORY
-from server.workers.images import Picture, Pixels
+from server.workers.images import ChatPicture, Crops, Picture, Pixels
 from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 
 logger = logging.getLogger("octavo.server")
@@ -21,6 +22,7 @@ logger = logging.getLogger("octavo.server")
 TIME_LIMIT = 20.0  # seconds; the largest allowed image takes about one
 MOST_SECONDS = 120.0  # maximum pixels of all images of one request
 MOST_PIXEL_BYTES = 64 * 2**20  # maximum images of one request, because a small file may become large
+_Read = TypeVar("_Read", Pixels, Crops)
 _AT_ONCE = 2  # images decoded at once for all requests: the largest allowed image takes 250 MB, a WebP 600 MB
 
 
@@ -71,26 +73,51 @@ class ImageReading:
             picture = Picture(content, steps, self._max_bytes, self._max_pixels)
             async with self._turns:  # waiting for other requests does not count against a request
                 began = monotonic()
-                found.append(await self._read(picture, where, left))
+                read = await run_limited(
+                    self._workers, "image", picture, Pixels, where, left=left, memory=self._memory, param="input"
+                )
                 left -= monotonic() - began
+                found.append(pixels_of(read.data, read.shape))
         return found
 
-    async def _read(self, picture: Picture, where: str, left: float) -> PixelInput:
-        problem, code = "", "image_too_costly"
-        try:
-            if left <= 0:
-                raise TimeoutError
-            read = await self._workers.run("image", picture, Pixels, min(TIME_LIMIT, left), self._memory)
-        except TimeoutError:
-            problem = f"decoding the image took more than {TIME_LIMIT:g} seconds."
-            if left < TIME_LIMIT:
-                problem = f"decoding the request's images took more than {MOST_SECONDS:g} seconds."
-        except WorkerLostError:
-            problem = f"decoding the image took more than {self._memory >> 20} MiB. Make it smaller."
-        else:
-            if read.problem is None:
-                return pixels_of(read.data, read.shape)
-            problem, code = read.problem, read.code or "invalid_image"
-        if code == "image_too_costly":
-            logger.warning("An image of %d characters was not decoded: %s", len(picture.content), problem)
-        raise InvalidRequestError(f"{problem.removesuffix('.')}{where}.", param="input", code=code)
+
+async def run_limited(
+    workers: WorkerPool,
+    job: str,
+    picture: Picture | ChatPicture,
+    kind: type[_Read],
+    where: str,
+    *,
+    left: float,
+    memory: int,
+    param: str,
+) -> _Read:
+    """What a worker makes of an image.
+
+    Args:
+        where: follows the reason if it is refused.
+        left: seconds that the request's images may still take.
+        memory: bytes that the worker may take.
+        param: the field that holds the image.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or takes too long or too much memory.
+    """
+    problem, code = "", "image_too_costly"
+    try:
+        if left <= 0:
+            raise TimeoutError
+        read = await workers.run(job, picture, kind, min(TIME_LIMIT, left), memory)
+    except TimeoutError:
+        problem = f"decoding the image took more than {TIME_LIMIT:g} seconds."
+        if left < TIME_LIMIT:
+            problem = f"decoding the request's images took more than {MOST_SECONDS:g} seconds."
+    except WorkerLostError:
+        problem = f"decoding the image took more than {memory >> 20} MiB. Make it smaller."
+    else:
+        if read.problem is None:
+            return read
+        problem, code = read.problem, read.code or "invalid_image"
+    if code == "image_too_costly":
+        logger.warning("An image of %d characters was not decoded: %s", len(picture.content), problem)
+    raise InvalidRequestError(f"{problem.removesuffix('.')}{where}.", param=param, code=code)

@@ -13,9 +13,12 @@ from server.answering.reading import (
     Ignored,
     PartReader,
     fail,
+    joined,
+    list_parts,
     read_part,
     read_parts,
     read_text,
+    seen,
     text_in,
     unseen,
 )
@@ -70,7 +73,21 @@ def _search_result(part: Mapping[str, Any], where: str, ignored: Ignored) -> str
 
 
 _TEXT: dict[str, PartReader] = {"text": text_in("text")}
-_SHOWN: dict[str, PartReader] = {**_TEXT, "image": unseen("An image")}
+
+
+def _source(part: Mapping[str, Any], where: str) -> str | None:
+    """The address of an image block; None for a file that only Anthropic has."""
+    source: Any = part.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "base64":
+        media = read_text(source, "media_type", f"{where}.source", most=MAX_ID)
+        return f"data:{media};base64,{read_text(source, 'data', f'{where}.source')}"
+    if kind == "url":
+        return read_text(source, "url", f"{where}.source")
+    return None
+
+
+_SHOWN: dict[str, PartReader] = {**_TEXT, "image": seen(_source)}
 _GIVEN: dict[str, PartReader] = {
     **_SHOWN,
     "document": _document,
@@ -252,8 +269,8 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
         fail("messages", f"messages must contain at least one message with content, got {len(given)}.")
     for said in messages:
         for name in ("reasoning_content", "content"):
-            if isinstance(said.get(name), list):
-                said[name] = "\n".join(said[name])
+            if isinstance(said.get(name), list) and said["role"] != "tool":
+                said[name] = joined(said[name])
         if not said.get("tool_calls"):
             said.setdefault("content", "")
     return messages
@@ -281,7 +298,8 @@ def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, igno
     if kind == "tool_result" and role == "user":
         if block.get("is_error"):
             ignored.add("messages.is_error")  # no template supports it
-        _add_result(messages, block, read_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored), where)
+        parts = list_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored)
+        _add_result(messages, block, joined(parts), where)
     elif said and kind in _CALLS:
         _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
     elif said and kind.endswith("_tool_result"):  # its tool ran at Anthropic
@@ -296,9 +314,9 @@ def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, igno
         _last(messages, role).setdefault("content", []).append(text)
 
 
-def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], text: str, where: str) -> None:
+def _add_result(messages: list[dict[str, Any]], block: Mapping[str, Any], content: Any, where: str) -> None:
     id_ = read_text(block, "tool_use_id", where, least=1, most=MAX_ID)
-    messages.append({"role": "tool", "tool_call_id": id_, "content": text})
+    messages.append({"role": "tool", "tool_call_id": id_, "content": content})
 
 
 def _readable(value: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from engine.text.pictures import Pictures
 from server.admission import estimate_tokens
 from server.api.chat_schemas import MAX_CALLS
 from server.api.template_fields import FUNCTION_NAME
@@ -20,18 +21,21 @@ _MAX_ID = 256  # maximum characters of a call's id
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 
 
-def read_messages(given: Sequence[Any]) -> list[Message]:
+def read_messages(given: Sequence[Any], pictures: Pictures | None = None) -> list[Message]:
     """Messages for templates: role, content as text, and the other fields of each role.
 
     An assistant message may have `reasoning_content` and `tool_calls`, whose arguments stay text; a tool message has
     `tool_call_id`. Text parts are joined with line breaks, because most templates do not support parts.
+
+    Args:
+        pictures: gets the images, for which the texts have marks; None: the model reads none.
 
     Raises:
         ApiError: names the first invalid part.
     """
     if not given:
         _fail("messages", "messages must hold at least one message, got an empty list.")
-    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(given)]
+    return [_read_message(item, f"messages[{index}]", pictures) for index, item in enumerate(given)]
 
 
 def estimate_messages(messages: Sequence[Message]) -> int:
@@ -44,7 +48,7 @@ def _texts(message: Message) -> list[str]:
     return [message["content"], message.get("reasoning_content", ""), *calls]
 
 
-def _read_message(item: Any, where: str) -> Message:
+def _read_message(item: Any, where: str, pictures: Pictures | None) -> Message:
     if not isinstance(item, dict):
         _fail(where, f"{where} must be an object with role and content, got {shown(item)}.")
     role = item.get("role")
@@ -62,7 +66,7 @@ def _read_message(item: Any, where: str) -> Message:
     elif isinstance(content, list) and not content and role == "tool":
         message["content"] = ""  # a function without a result
     else:
-        message["content"] = _read_content(content, f"{where}.content")
+        message["content"] = _read_content(content, f"{where}.content", pictures)
     if calls:
         message["tool_calls"] = calls
     if role == "assistant":
@@ -120,25 +124,36 @@ def _read_text(item: Mapping[str, Any], name: str, where: str, most: int | None 
     return text
 
 
-def _read_content(content: Any, where: str) -> str:
+def _read_content(content: Any, where: str, pictures: Pictures | None) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         _fail(where, f"{where} must be a string or a non-empty list of text parts, got {shown(content)}.")
-    return "\n".join(_read_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    parts = [_read_part(part, f"{where}[{index}]", pictures) for index, part in enumerate(content)]
+    return "\n".join(parts) if pictures is None else pictures.joined(parts)
 
 
-def _read_part(part: Any, where: str) -> str:
+def _read_part(part: Any, where: str, pictures: Pictures | None) -> str:
     if not isinstance(part, dict):
         _fail(where, f'{where} must be an object such as {{"type": "text", "text": "..."}}, got {shown(part)}.')
     kind = part.get("type")
+    if kind == "image_url" and pictures is not None:
+        return pictures.add(_read_url(part.get("image_url"), f"{where}.image_url"))
     if kind != "text":
-        message = f"{where}.type is {shown(kind)}, which is not supported; only 'text' parts are."
+        known = "only 'text' parts are" if pictures is None else "only 'text' and 'image_url' parts are"
+        message = f"{where}.type is {shown(kind)}, which is not supported; {known}."
         _fail(f"{where}.type", message, code="unsupported_parameter")
     text = part.get("text")
     if not isinstance(text, str):
         _fail(f"{where}.text", f"{where}.text must be a string, got {shown(text)}.")
     return text
+
+
+def _read_url(given: Any, where: str) -> str:
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        _fail(where, f'{where} must be an object such as {{"url": "data:image/png;base64,..."}}, got {shown(given)}.')
+    return url
 
 
 def _fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:

@@ -183,7 +183,7 @@ def read_chat(
         ApiError: something is wrong, or not supported.
     """
     fields = read_options(body, service, ignored)
-    fields |= {"model": model, "messages": _read_messages(messages)}
+    fields |= {"model": model, "messages": _read_messages(messages, sees=service.chat_images is not None)}
     if body.logprobs or body.top_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     last: Mapping[str, Any] = fields["messages"][-1] if messages else {}
@@ -200,8 +200,16 @@ def read_chat(
     return chat_request(fields, NAMES)
 
 
+def _with_images(content: Any, images: Any, where: str) -> Any:
+    """A message's content, after its images, which are files in base64."""
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        fail(where, f"{where} must be a list of images in base64, got {shown(images)}.")
+    shown_first = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    return [*shown_first, {"type": "text", "text": content}] if content else shown_first
+
+
 def refuse_images(images: Any, where: str) -> None:
-    """Refuse images, which no model here reads with a text.
+    """Refuse images for a model that reads none with a text.
 
     Raises:
         ApiError: there are images.
@@ -210,18 +218,22 @@ def refuse_images(images: Any, where: str) -> None:
         fail(where, f"{where} is not supported: this model reads text only. Remove it.", code="unsupported_parameter")
 
 
-def _read_messages(given: Sequence[Any]) -> list[Any]:
-    """Messages as the chat path reads them, which checks what is copied."""
+def _read_messages(given: Sequence[Any], *, sees: bool) -> list[Any]:
+    """Messages as the chat path reads them, which checks what is copied; `sees`: the model reads images."""
     messages: list[Any] = []
     calls: list[tuple[str, Any]] = []  # ids and names of calls without a result
     for index, item in enumerate(given):
         where = f"messages[{index}]"
         if not isinstance(item, dict):
             fail(where, f"{where} must be an object with role and content, got {shown(item)}.")
-        refuse_images(item.get("images"), f"{where}.images")
+        images = item.get("images")
+        if not sees:
+            refuse_images(images, f"{where}.images")
         role, content = item.get("role"), item.get("content")
         message: dict[str, Any] = {"role": role.lower() if isinstance(role, str) else role}
         message["content"] = "" if content is None else content
+        if images:
+            message["content"] = _with_images(message["content"], images, f"{where}.images")
         if message["role"] == "assistant" and item.get("thinking"):
             message["reasoning_content"] = read_text(item, "thinking", where)
         if item.get("tool_calls"):
@@ -270,13 +282,21 @@ def _named_result(item: Mapping[str, Any], where: str, calls: list[tuple[str, An
     return {**named, "tool_call_id": id_}
 
 
-def check_generate(body: OllamaGenerateRequest) -> None:
+def check_generate(body: OllamaGenerateRequest, *, sees: bool) -> None:
     """Refuse fields of /api/generate that are not supported, or contradict each other.
+
+    Args:
+        sees: the model reads images.
 
     Raises:
         ApiError: names the first one.
     """
-    refuse_images(body.images, "images")
+    if not sees:
+        refuse_images(body.images, "images")
+    for name in ("raw", "suffix", "context") if body.images else ():
+        if getattr(body, name):
+            message = f"images cannot be used with {name}: the chat template says where they stand. Remove one of them."
+            raise ApiError(400, message, param="images", code="invalid_value")
     if body.template:
         message = (
             "template is not supported: the model's own chat template makes the prompt. Send raw: true with a prompt "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from engine import EngineInfo, Seq2SeqInput, TokenInput
+from engine import EngineInfo, PlacedImage, Seq2SeqInput, TokenInput
 from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.errors import ApiError, shown
@@ -26,11 +26,13 @@ class Prompt:
         token_ids: the prompt; for an encoder-decoder model the encoder's input.
         text: the text; None if the prompt came as token ids.
         decoder_ids: for an encoder-decoder model the given beginning of the answer; None for a decoder-only model.
+        images: the images among the tokens.
     """
 
     token_ids: list[int]
     text: str | None = None
     decoder_ids: list[int] | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +49,7 @@ class Prompt:
         """The input for the engine."""
         if self.decoder_ids:
             return Seq2SeqInput(self.token_ids, self.decoder_ids)
-        return TokenInput(self.token_ids, self.text)
+        return TokenInput(self.token_ids, self.text, images=self.images)
 
 
 class TooLongError(ApiError):

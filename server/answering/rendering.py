@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -127,6 +127,21 @@ def _fail(param: str, message: str) -> NoReturn:
     raise ApiError(400, message, param=param, code="invalid_value")
 
 
+@dataclass(frozen=True, slots=True)
+class ImageMarks:
+    """The images of a conversation, in its texts.
+
+    Attributes:
+        mark: stands for an image in the messages.
+        token: the model's image token.
+        expand: puts texts around the crops of the images in a rendered text.
+    """
+
+    mark: str
+    token: str
+    expand: Callable[[str], str]
+
+
 class ChatRenderer:
     """Renders with at most `MAX_AT_ONCE` workers; use it from one event loop only.
 
@@ -149,6 +164,7 @@ class ChatRenderer:
         rendering: Rendering | None = None,
         formats: Formats | None = None,
         terms: Terms | None = None,
+        marks: ImageMarks | None = None,
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
@@ -159,6 +175,7 @@ class ChatRenderer:
             formats: the model's call format, and whether a system message describes the tools.
             terms: the request's terms. Requests with the same salt share remembered tokens; with None nothing is
                 remembered.
+            marks: of the images in the messages; None: there are none.
 
         Raises:
             ApiError: the template takes too much time or memory or does not support tools or documents, or the
@@ -184,17 +201,20 @@ class ChatRenderer:
             continue_final_message=rendering.continue_final_message,
             writing=_writing(formats),
             prompted=formats.prompted,
+            image_mark=None if marks is None else marks.mark,
+            image_text=None if marks is None else marks.token,
         )
         async with self._slots:
             rendered = await self._render(conversation)
         if rendered.text is None:
             raise room.refusal_of_characters(rendered.length)
+        text = rendered.text if marks is None else marks.expand(rendered.text)
         if terms is None:
             encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-            return Prompt(await asyncio.to_thread(encode_fitting, encode, rendered.text, room), rendered.text)
+            return Prompt(await asyncio.to_thread(encode_fitting, encode, text, room), rendered.text)
         if self._remembered is None or self._remembered.tokenizer is not tokenizer:
             self._remembered = RememberedTokens(tokenizer)
-        ids = await asyncio.to_thread(self._remembered.encode, rendered.text, room, terms.cache_salt)
+        ids = await asyncio.to_thread(self._remembered.encode, text, room, terms.cache_salt)
         return Prompt(ids, rendered.text)
 
     async def _render(self, conversation: Conversation) -> Rendered:

@@ -5,10 +5,22 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from server.answering.reading import MAX_ID, Ignored, PartReader, fail, read_parts, read_text, text_in, unseen
+from server.answering.reading import (
+    MAX_ID,
+    Ignored,
+    PartReader,
+    Picture,
+    fail,
+    list_parts,
+    read_parts,
+    read_text,
+    seen,
+    text_in,
+    unseen,
+)
 from server.answering.response_tools import as_arguments, function_name
 from server.api.structure import check_value
 from server.api.template_fields import FUNCTION_NAME
@@ -18,11 +30,23 @@ Item = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT = text_in("text")
+
+
+def _address(part: Mapping[str, Any], where: str) -> str | None:
+    """The address of an image part; None for a file that only OpenAI has."""
+    given = part.get("image_url")
+    if given is None and part.get("file_id") is not None:
+        return None
+    if isinstance(given, dict):  # as in chats
+        given = given.get("url")
+    return read_text({"image_url": given}, "image_url", where)
+
+
 _GIVEN: dict[str, PartReader] = {
     "input_text": _TEXT,
     "output_text": _TEXT,
     "text": _TEXT,
-    "input_image": unseen("An image"),
+    "input_image": seen(_address),
     "input_file": unseen("A file"),
     "input_audio": unseen("A piece of sound"),
 }
@@ -96,10 +120,13 @@ def _message(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
     if item.get("content") == []:
         fail(f"{where}.content", f"{where}.content must be a string or a non-empty list of parts, got [].")
     said = role == "assistant"
-    text = read_parts(item.get("content"), f"{where}.content", _SAID if said else _GIVEN, ignored)
-    part = {"type": "output_text", "text": text, "annotations": []} if said else {"type": "input_text", "text": text}
+    if said:
+        text = read_parts(item.get("content"), f"{where}.content", _SAID, ignored)
+        content: list[Item] = [{"type": "output_text", "text": text, "annotations": []}]
+    else:
+        content = _kept(list_parts(item.get("content"), f"{where}.content", _GIVEN, ignored))
     return {
-        "type": "message", "id": _id(item, "msg_", where), "status": "completed", "role": role, "content": [part],
+        "type": "message", "id": _id(item, "msg_", where), "status": "completed", "role": role, "content": content,
     }  # fmt: skip
 
 
@@ -130,8 +157,25 @@ def _output(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
     return {
         "type": item["type"], "id": _id(item, "fco_", where), "status": "completed",
         "call_id": read_text(item, "call_id", where, least=1, most=MAX_ID),
-        "output": read_parts(item.get("output"), f"{where}.output", _GIVEN, ignored),
+        "output": _output_of(list_parts(item.get("output"), f"{where}.output", _GIVEN, ignored)),
     }  # fmt: skip
+
+
+def _kept(parts: list[str]) -> list[Item]:
+    """Texts and images as the parts of an item; texts are one, unless there are images."""
+    if not any(isinstance(part, Picture) for part in parts):
+        parts = ["\n".join(parts)]
+    return [
+        {"type": "input_image", "image_url": str(part), "detail": "auto"}
+        if isinstance(part, Picture)
+        else {"type": "input_text", "text": part}
+        for part in parts
+    ]
+
+
+def _output_of(parts: list[str]) -> str | list[Item]:
+    kept = _kept(parts)
+    return kept if len(kept) > 1 or kept[0]["type"] == "input_image" else str(kept[0]["text"])
 
 
 def _elsewhere(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
@@ -190,7 +234,7 @@ def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
     for item in items:
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
         elif kind == "message":
             _said(messages, "content")["content"] = _text(item["content"])
         elif kind == "reasoning":
@@ -202,7 +246,9 @@ def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
         elif kind in _RAN_AT_OPENAI or kind in _RAN_AT_CLIENT:
             _add_elsewhere(messages, item)
         elif kind != "additional_tools":
-            result = _as_text(item.get("output") or item.get("status") or "")  # for a patch, perhaps only this
+            result: Any = item.get("output") or item.get("status") or ""  # for a patch, perhaps only this
+            images = isinstance(result, list) and any(_is_image(part) for part in result)
+            result = _content(result) if images else _as_text(result)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
@@ -243,6 +289,22 @@ def _said(
             return last
     messages.append({"role": "assistant"})
     return messages[-1]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a chat message."""
+    if not any(map(_is_image, content)):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        if _is_image(part)
+        else {"type": "text", "text": part["text"]}
+        for part in content
+    ]
 
 
 def _text(content: Iterable[Mapping[str, Any]]) -> str:

@@ -237,6 +237,12 @@ OLLAMA_GENERATE: dict[str, Any] = {
 OLLAMA_EMBED: dict[str, Any] = {
     "several": {"summary": "Two texts", "value": {"input": ["A sheet is folded.", "An octavo has eight leaves."]}},
 }
+BATCH: dict[str, Any] = {
+    "day": {
+        "summary": "The requests of a file",
+        "value": {"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    },
+}
 OLLAMA_NAME: dict[str, Any] = {"served": {"summary": "The served model", "value": {"model": "default"}}}
 OLLAMA_EMBEDDINGS: dict[str, Any] = {"one": {"summary": "A text", "value": {"prompt": "A sheet is folded."}}}
 

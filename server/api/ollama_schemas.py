@@ -92,7 +92,8 @@ Think = Annotated[
     ),
 ]
 Images = Annotated[
-    Annotated[list[Any], at_most(_MAX_IMAGES, "images")] | None, Field(description="Refused: the model reads text.")
+    Annotated[list[Any], at_most(_MAX_IMAGES, "images")] | None,
+    Field(description="Files in base64, for models that read images."),
 ]
 _CALL = {
     "type": "object",

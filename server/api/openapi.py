@@ -16,7 +16,15 @@ KEY_SCHEME = "x_api_key"
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
 
 # Endings of paths that work without the engine.
-_WITHOUT_ENGINE = ("/count_tokens", "/input_tokens", "/conversations", "/{conversation_id}", "/items")
+_WITHOUT_ENGINE = (
+    "/count_tokens",
+    "/input_tokens",
+    "/conversations",
+    "/{conversation_id}",
+    "/items",
+    "/files",
+    "/batches",
+)
 _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",

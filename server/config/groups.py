@@ -32,9 +32,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "limits": (
         "max_api_memory", "max_connections", "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_time", "max_n",
         "max_num_beams", "grammar_timeout", "max_audio_seconds", "max_body_size", "max_answer_size", "max_header_size",
-        "max_image_bytes", "max_image_pixels", "stream_keepalive", "stream_stall_timeout",
+        "max_image_bytes", "max_image_pixels", "limit_mm_per_prompt", "stream_keepalive", "stream_stall_timeout",
     ),
     "stored responses": ("response_store", "response_store_max_age", "response_store_max_size"),
+    "batches": ("batch_store", "batch_store_max_size", "batch_max_unfinished", "batch_max_running"),
     "logs and traces": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "shutdown and failures": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
     "settings": ("config",),

@@ -109,11 +109,17 @@ class ServerSettings(BaseModel):
         response_store_max_age: seconds that an answer is stored.
         response_store_max_size: maximum bytes of all stored answers, or a size such as "1GiB". Above it, the API key
             with the most data loses its oldest answers.
+        batch_store: folder for the files and batches of /v1/files and /v1/batches. It is created if missing (default:
+            there are no batches).
+        batch_store_max_size: most bytes of the files of an API key, or a size such as "1GiB".
+        batch_max_unfinished: batches of an API key that may be unfinished; further ones get 429.
+        batch_max_running: lines of batches that are answered at the same time while no client waits for the model.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0: never.
         stream_stall_timeout: seconds after which a client that does not read its answer is disconnected.
         grammar_timeout: maximum seconds for compiling a JSON schema, regular expression or grammar.
         max_image_bytes: largest image file, in bytes or as "10MiB". Base64 makes it a third larger in the request body.
         max_image_pixels: maximum pixels of an image, before and after resizing.
+        limit_mm_per_prompt: most images in a conversation, as vLLM has it: image=64, or {"image": 64}.
         max_audio_seconds: longest audio file for /v1/audio, in seconds.
         max_n: maximum answers per prompt that a request may ask for.
         enable_playground: serve the playground, a web page to try the model, at /. The page needs no API key, but its
@@ -173,11 +179,16 @@ class ServerSettings(BaseModel):
     response_store: str | None = _NAME
     response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
     response_store_max_size: int | str = "1GiB"
+    batch_store: str | None = _NAME
+    batch_store_max_size: int | str = "1GiB"
+    batch_max_unfinished: int = Field(default=16, ge=1)
+    batch_max_running: int = Field(default=8, ge=1)
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     grammar_timeout: float = Field(default=2.0, gt=0, le=60, allow_inf_nan=False)
     max_image_bytes: int | str = "10MiB"
     max_image_pixels: int = Field(default=32_000_000, ge=1, le=100_000_000)
+    limit_mm_per_prompt: str = "image=64"
     max_audio_seconds: float = Field(default=3600.0, gt=0, le=86400, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
     enable_playground: bool = True
@@ -296,11 +307,44 @@ class ServerSettings(BaseModel):
             )
         return value
 
-    @check_field("max_body_size", "max_answer_size", "max_header_size", "max_image_bytes", "response_store_max_size")
+    @check_field(
+        "max_body_size",
+        "max_answer_size",
+        "max_header_size",
+        "max_image_bytes",
+        "response_store_max_size",
+        "batch_store_max_size",
+    )
     @classmethod
     def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
         parse_bytes(value, info.field_name or "")
         return value
+
+    @check_field("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _read_most_images(cls, value: Any) -> str:
+        """As "image=N", of that, a mapping, or a mapping in JSON."""
+        given: Any = value
+        if isinstance(value, str):
+            name, sign, count = value.partition("=")
+            given = {name.strip(): int(count)} if sign and count.strip().isdecimal() else None
+            if value.lstrip().startswith("{"):
+                try:
+                    given = json.loads(value)
+                except ValueError:
+                    given = None
+        most = given.get("image") if isinstance(given, dict) and set(given) == {"image"} else None
+        if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= 1024:
+            raise ConfigError(
+                f'limit_mm_per_prompt must be image=N or {{"image": N}}, N from 0 to 1024, got {value!r}. Videos and '
+                "sound are not read in conversations."
+            )
+        return f"image={most}"
+
+    @property
+    def most_images(self) -> int:
+        """Images of a conversation (`limit_mm_per_prompt`)."""
+        return int(self.limit_mm_per_prompt.partition("=")[2])
 
     @check_field("rate_limit_storage")
     @classmethod

@@ -26,7 +26,7 @@ ABOUT_PATHS = frozenset(
     }
 )  # fmt: skip
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"})
-_KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations")
+_KEPT_FOLDERS = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches")
 _COUNTING = frozenset({"/v1/responses/input_tokens"})
 _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
 

@@ -18,6 +18,7 @@ from engine import EngineConfig, ModelLoadError, OctavoError
 from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
 from engine.process.predict import Prediction, predict
+from server.answering.chat_images import ChatImages
 from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
 from server.answering.rendering import ChatRenderer
@@ -47,6 +48,7 @@ from server.workers.pool import shared_workers
 logger = logging.getLogger("octavo.server")
 
 _LOOK = 0.5  # seconds between two looks for models that have been idle for too long
+_FOREVER = 10.0**9  # seconds
 _RETRY = 5  # seconds after which a client may ask again
 _LATEST = ":latest"  # Ollama's clients add it to names
 _FORMS = "/v1/audio/"
@@ -136,9 +138,9 @@ class Registry:
         return served.running.service
 
     def _keep(self, served: Served, seconds: object) -> None:
-        """Keep the model as a request to Ollama's API asks: this long after the request; below 0: forever."""
+        """Keep the model as Ollama's API asks: this long after the request; below 0 or beyond all bounds: forever."""
         if isinstance(seconds, int | float) and not served.model.pinned:
-            served.idle_time = None if seconds < 0 else float(seconds)
+            served.idle_time = float(seconds) if 0 <= seconds < _FOREVER else None
 
     async def _of_form(self, request: Request) -> str | None:
         assert self._house is not None
@@ -261,7 +263,7 @@ class Registry:
     def keep(self, name: str, seconds: float | None) -> None:
         served = self._known(name)
         if served.running is not None:
-            served.idle_time = seconds
+            served.idle_time = seconds if seconds is None or seconds < _FOREVER else None
 
     def able(self, endpoint: str) -> list[str]:
         return [served.name for served in self._served if served.running is not None and endpoint in served.endpoints]
@@ -426,6 +428,7 @@ class Registry:
             renderer=ChatRenderer(),
             answers=make_reader(tokenizer, settings),
             images=None if client.info.signal is None else ImageReading(client.info, settings),
+            chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
             settings=settings,
             aliases=frozenset(aliases),
             using=served.using,

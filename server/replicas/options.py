@@ -28,6 +28,7 @@ _SERVES_OWN = {
     "max_header_size": "Serve has no such option: put a gateway before it",
     "stream_stall_timeout": "Set http_options: request_timeout_s",
     "loop_timeout": "Set health_check_timeout_s of the deployment",
+    "batch_store": "Serve has no such option: each replica would know only its own batches",
     "response_store": "Serve has no such option: each replica would know only its own answers",
 }
 

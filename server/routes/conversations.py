@@ -58,7 +58,7 @@ async def create_conversation(
     conversations: ConversationsDep,
 ) -> ConversationObject:
     """Create a conversation, optionally with its first items."""
-    items = _read(body, response)
+    items = _read(body, response, service)
     try:
         created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))
         return _shown(await asked(service, created))
@@ -134,7 +134,7 @@ async def add_items(
     conversations: ConversationsDep,
 ) -> ItemList:
     """Add items at the end of a conversation."""
-    items = _read(body, response)
+    items = _read(body, response, service)
     try:
         more = conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES, _max_size(service))
         added = await asked(service, more)
@@ -164,8 +164,9 @@ async def delete_item(
     return _shown(left or _missing(conversation_id, item_id))
 
 
-def _read(body: ConversationFields | NewItems, response: Response) -> list[Item]:
-    ignored: Ignored = set(body.ignored_fields())
+def _read(body: ConversationFields | NewItems, response: Response, service: Service) -> list[Item]:
+    ignored = Ignored(sees=service.chat_images is not None)
+    ignored.update(body.ignored_fields())
     items = [] if body.items is None else read_items(body.items, ignored, "items")
     response.headers.update(ignored_header(ignored))
     return items

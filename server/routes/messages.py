@@ -51,7 +51,7 @@ def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun
     """
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     chat = read_chat(body, ignored)
     with public_names(NAMES):
         return MessageRun.of(chat, service, arrival, ignored=ignored)
@@ -66,7 +66,7 @@ async def count_tokens(
     """Count the prompt tokens that /v1/messages would use for these messages."""
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     chat = read_prompt(body, ignored)
     response.headers.update(ignored_header(ignored))
     with public_names(NAMES), in_anthropics_words(service.client.info.max_model_len):

@@ -67,6 +67,8 @@ def whole(answer: MessageModel | MessageModelList) -> Response:
 
 def _inputs(info: EngineInfo) -> list[str]:
     signal = [] if info.signal is None else [str(info.signal.kind)]
+    if info.vision is not None:
+        signal.append("image")
     reads_text = info.vocab_size > 0 and info.speech is None
     return ["text"] * reads_text + signal
 

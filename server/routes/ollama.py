@@ -62,7 +62,7 @@ async def chat(
     form = Form(body.model or service.model_id, chat=True)
     if not body.messages:
         return _loaded(body, form, service)
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     asked = read_chat(body, body.messages, model, service, ignored)
     with public_names(NAMES):
         run = OllamaRun.of(asked, service, arrival, form=form, ignored=ignored)
@@ -85,16 +85,16 @@ async def generate(
     arrival = time.monotonic()
     model = find_model(service, body.model)
     require(service, "/v1/completions")
-    check_generate(body)
+    check_generate(body, sees=service.chat_images is not None)
     form = Form(body.model or service.model_id, chat=False)
     if not body.prompt and not body.suffix:
         return _loaded(body, form, service)
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     tokenizer, info = service.tokenizer, service.client.info
     templated = tokenizer is not None and tokenizer.chat_template is not None and info.max_encoder_len is None
     if body.raw or body.suffix or not templated:
         return await _raw_run(body, model, service, arrival, form, ignored).respond(request)
-    messages = [{"role": "user", "content": body.prompt or ""}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": body.prompt or "", "images": body.images}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     asked = read_chat(body, messages, model, service, ignored)

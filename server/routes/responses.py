@@ -62,7 +62,7 @@ async def run_of(body: ResponseRequest, request: Request, service: Service, arri
     Raises:
         ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
     """
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     items, chat, tools = await _read(body, request, service, ignored)
     with public_names(NAMES):
         return ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
@@ -76,7 +76,7 @@ async def count_input_tokens(
     service: ServiceDep,
 ) -> InputTokens:
     """Count the tokens of the prompt that /v1/responses makes of the same body."""
-    ignored: Ignored = set()
+    ignored = Ignored(sees=service.chat_images is not None)
     _, chat, _ = await _read(body, request, service, ignored)
     response.headers.update(ignored_header(ignored))
     with public_names(NAMES):

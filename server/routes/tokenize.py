@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
+from server.answering.conversation import pictures_for
 from server.answering.endpoints import require
 from server.answering.messages import estimate_messages, read_messages
 from server.answering.prompt import MAX_TOKENIZED, Room, check_token_ids, encode_fitting
@@ -72,11 +73,12 @@ async def tokenize(
                 400, "src_lang is only allowed with prompt, not with messages.", param="src_lang", code="invalid_value"
             )
         refuse_chat(service, "messages")
-        messages, tools = read_messages(body.messages), read_tools(body.tools)
+        pictures = pictures_for(service)
+        messages, tools = read_messages(body.messages, pictures), read_tools(body.tools)
         rendering = read_rendering(body, tools)
         with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
             room = _Countable.of(service, "messages")
-            prompt = await service.render(messages, room, rendering)
+            prompt = await service.render(messages, room, rendering, pictures=pictures)
         tokens = prompt.token_ids
     else:
         for name in ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):

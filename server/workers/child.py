@@ -23,13 +23,14 @@ from engine.text.conversations import load_renderer
 from server.workers.configs import find_config
 from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 from server.workers.grammars import load_trial, try_grammar
-from server.workers.images import Picture, load_decoders, read_picture
+from server.workers.images import ChatPicture, Picture, load_decoders, read_crops, read_picture
 from server.workers.sound import SoundPart, decode
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "config": (str, find_config),
+    "crops": (ChatPicture, read_crops),
     "grammar": (StructuredOutputsParams, try_grammar),
     "image": (Picture, read_picture),
     "render": (Conversation, render),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from engine import InvalidRequestError
-from engine.images import Preprocessing, decode, preprocess, read_text
+from engine.images import Cropping, Preprocessing, crop, decode, preprocess, read_text
 
 
 def load_decoders() -> None:
@@ -60,3 +60,54 @@ def read_picture(picture: Picture) -> Pixels:
         return Pixels(problem=str(refusal), code=refusal.code)
     channels, height, width = pixels.shape
     return Pixels((channels, height, width), pixels.tobytes())
+
+
+class ChatPicture(msgspec.Struct, array_like=True):
+    """An image of a conversation.
+
+    Attributes:
+        content: a data: URL, or base64.
+        cropping: of the model's processor.
+        alone: it is the conversation's only image.
+        max_bytes, max_pixels: what it may have.
+    """
+
+    content: str
+    cropping: Cropping
+    alone: bool
+    max_bytes: int
+    max_pixels: int
+
+
+class Crops(msgspec.Struct, array_like=True):
+    """The crops of an image of a conversation.
+
+    Attributes:
+        shape: crops, channels, height, width.
+        size: height and width of the image as it was sent.
+        tiles: as of `CroppedImage`.
+        data: uint8.
+        problem, code: why it was refused, if it was.
+    """
+
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    size: tuple[int, int] = (0, 0)
+    tiles: tuple[int, int] = (0, 0)
+    data: bytes = b""
+    problem: str | None = None
+    code: str | None = None
+
+
+def read_crops(picture: ChatPicture) -> Crops:
+    """The crops that the model reads, or the reason why the image cannot be read."""
+    try:
+        image = decode(
+            read_text(picture.content, max_bytes=picture.max_bytes),
+            max_bytes=picture.max_bytes,
+            max_pixels=picture.max_pixels,
+        )
+        made = crop(image, picture.cropping, alone=picture.alone, max_pixels=picture.max_pixels)
+    except InvalidRequestError as refusal:
+        return Crops(problem=str(refusal), code=refusal.code)
+    count, channels, height, width = made.pixels.shape
+    return Crops((count, channels, height, width), made.size, made.tiles, made.pixels.tobytes())

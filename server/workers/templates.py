@@ -44,6 +44,7 @@ class Conversation(msgspec.Struct, array_like=True):
         continue_final_message: end with the last message's text, without its closing tokens.
         writing: the model's call format, if known.
         prompted: the template does not support tools, so a system message describes them.
+        image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
     """
 
     template: str
@@ -57,6 +58,8 @@ class Conversation(msgspec.Struct, array_like=True):
     continue_final_message: bool = False
     writing: Writing | None = None
     prompted: bool = False
+    image_mark: str | None = None
+    image_text: str | None = None
 
 
 class Rendered(msgspec.Struct, array_like=True):
@@ -106,6 +109,8 @@ def _rendered(conversation: Conversation) -> str:
             documents=conversation.documents,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
+            image_mark=conversation.image_mark,
+            image_text=conversation.image_text,
             **{**conversation.special, **conversation.variables},
         )
     except ValueError as problem:

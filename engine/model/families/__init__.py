@@ -14,7 +14,8 @@ from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, joint_classifier, with_head, with_joint_head
 from engine.model.families.entities import entity_head, entity_weights, with_entities
 from engine.model.families.kinds import keeps_state, model_type_of, own_settings, settings_of_class, unknown_settings
-from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
+from engine.model.families.language_part import ARCHITECTURES, vision_of, whole_of, without_vision
+from engine.model.families.sight import with_sight
 from engine.model.missing import unsupported
 from engine.model.spec import LabelledSpans, Lm, ModelSpec, Pool
 from engine.model.stored.methods import find_scheme
@@ -237,7 +238,8 @@ def describe(config: Any) -> ModelSpec:
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError("The config sets is_causal to false, which is not implemented for decoders.")
     if model.decoder is not None and model.encoder is None:
-        return _with_head_of(name, config, model, headless=name in family.headless)
+        model = _with_head_of(name, config, model, headless=name in family.headless)
+        return replace(model, vision=vision_of(config)) if model.decoder is not None else model
     if entities is not None:
         return with_entities(model, entities, context_length(config, model))
     if name in _BY_ARCHITECTURE:
@@ -312,6 +314,8 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     table = family.weights(stored)
     if whole_of(config) is not None:
         table = without_vision(table)
+        if model.vision is not None:
+            table = with_sight(table, model.vision)
     if stored.decoder is not None:
         table = with_head(table, model.head)
     if turned:

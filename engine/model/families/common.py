@@ -166,6 +166,7 @@ def rotary(
     partial: bool = False,
     interleaved: bool = False,
     in_float32: bool = False,
+    shares: bool = False,
 ) -> Rotary:
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
@@ -175,17 +176,19 @@ def rotary(
         partial: whether the family rotates only a share of the features, `partial_rotary_factor`.
         interleaved: whether the family rotates pairs of adjacent features.
         in_float32: whether the family rotates in float32, whatever the format of queries and keys.
+        shares: the family knows rope_type "proportional", which rotates some pairs of a head's features.
 
     Raises:
         UnsupportedModelError: a scaling is not implemented, or its settings are invalid.
     """
     settings = settings_of(config, layer_type)
-    dim = rotated(settings, head_dim or head_dim_of(config), partial=partial)
+    shares = shares and settings.get("rope_type") == "proportional"
+    dim = rotated(settings, head_dim or head_dim_of(config), partial=partial, shares=shares)
     return Rotary(
         dim=dim,
         theta=theta_of(config, settings),
         interleaved=interleaved,
-        scaling=scaling_of(config, settings, dim),
+        scaling=scaling_of(config, settings, dim, shares=shares),
         in_float32=in_float32,
     )
 

@@ -247,7 +247,7 @@ FAMILIES = (
     # Pre-norm RMS blocks, rotary positions, grouped-query attention, gated SiLU (arXiv:2302.13971).
     decoder(
         "LLaMA",
-        (*pairs("Llama"), "Emu3ForCausalLM", "Emu3TextModel"),
+        pairs("Llama"),
         "rotary positions with every RoPE scaling, grouped-query attention, gated SiLU, RMS norms",
         attention=lambda c: attention(c, position=rotary(c), bias=c.attention_bias),
         ffn=lambda c: gated_network(c, bias=c.mlp_bias),

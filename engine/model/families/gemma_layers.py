@@ -90,7 +90,7 @@ def _attentions(c: Any) -> list[Attention]:
             attention(
                 c,
                 scale=1.0,
-                position=rotary(c, own["head_dim"], layer_type=kind),
+                position=rotary(c, own["head_dim"], layer_type=kind, shares=True),
                 window=layer_window(c, kind),
                 qk_norm=PerHead(_norm(c)),
                 value_norm=_value_norm(c),

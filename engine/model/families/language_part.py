@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
+from engine.model.families.sight import sight
+from engine.model.spec import Vision
 from engine.model.table import WeightTable
+
+logger = logging.getLogger("octavo.model")
 
 # Models that, without an image, compute the same as their language part.
 ARCHITECTURES = frozenset(
@@ -57,6 +62,7 @@ _FAMILIES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+_WHOLE = "config_of_the_whole"
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
 
 
@@ -83,6 +89,7 @@ def language_part(config: Any) -> Any:
         if getattr(text, setting, None) is None:
             setattr(text, setting, getattr(config, setting, None))
     setattr(text, _MARK, name)
+    setattr(text, _WHOLE, config)
     return text
 
 
@@ -90,6 +97,18 @@ def whole_of(config: Any) -> str | None:
     """The architecture of the whole model that this language part's config is from, or None."""
     name = getattr(config, _MARK, None)
     return name if isinstance(name, str) else None
+
+
+def vision_of(config: Any) -> Vision | None:
+    """What sees of the model that this config is the language part of; None if nothing here does. The log says why."""
+    name = whole_of(config)
+    if name is None:
+        return None
+    try:
+        return sight(name, getattr(config, _WHOLE))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UnsupportedModelError) as error:
+        logger.warning("%s is served as a text model, and requests with images are refused: %s", name, error)
+        return None
 
 
 def without_vision(table: WeightTable) -> WeightTable:

@@ -49,14 +49,15 @@ def theta_of(config: Any, settings: Mapping[str, Any]) -> float:
     return _number({"rope_theta": getattr(config, "rope_theta", None) or 10_000.0}, "rope_theta", above=1.0)
 
 
-def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int:
+def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares: bool = False) -> int:
     """The number of a head's features that rotate.
 
     Args:
         partial: whether the family rotates only a share of them, `partial_rotary_factor`.
+        shares: it rotates some pairs of all of them (`ShareScaling`).
     """
     share = settings.get("partial_rotary_factor")
-    if share is None or settings.get("rope_type") == "proportional":  # the other features are not rotated
+    if share is None or shares:  # the others are not rotated
         share = 1.0
     elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
@@ -69,8 +70,11 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int
     return dim
 
 
-def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | None:
+def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bool = False) -> Scaling | None:
     """The scaling of the frequencies of `dim` rotated features.
+
+    Args:
+        shares: the family knows rotations of some pairs (`ShareScaling`).
 
     Raises:
         UnsupportedModelError: a scaling is not implemented, or its settings are missing or invalid.
@@ -80,7 +84,7 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
             return None
         case "linear":
             return LinearScaling(_number(settings, "factor"))
-        case "proportional":
+        case "proportional" if shares:
             share = settings.get("partial_rotary_factor", 1.0)
             if not _is_number(share) or not 0 < share <= 1:
                 raise UnsupportedModelError(
@@ -122,7 +126,7 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
         case kind:
             raise UnsupportedModelError(
                 f"The checkpoint's config asks for rope_type {kind!r}, which is not implemented. "
-                "Implemented: default, linear, dynamic, llama3, yarn, longrope, proportional."
+                "Implemented: default, linear, dynamic, llama3, yarn, longrope."
             )
 
 

@@ -73,6 +73,7 @@ from engine.model.spec.networks import (
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
 from engine.model.spec.states import ShortConvolution, StateLayer
+from engine.model.spec.vision import Projector, Shuffled, Vision
 
 __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
@@ -81,7 +82,7 @@ __all__ = [
     "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput", "LayerVectors",
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
-    "Probe", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput", "Shared",
-    "ShortConvolution", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack",
-    "StateLayer", "Tokens", "Versions", "WholeProjection", "Xielu",
+    "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput",
+    "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks", "SparseMixer", "SparselyGated",
+    "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision", "WholeProjection", "Xielu",
 ]  # fmt: skip

@@ -80,6 +80,7 @@ class Patches:
         bias: whether the matrix has a bias.
         first: learned vectors before those of the patches, such as a class token.
         positions: positions added to all of them.
+        order: the row of the table of positions of each patch; None: they are in order.
         norm: a norm of the sum.
     """
 
@@ -90,6 +91,7 @@ class Patches:
     bias: bool = True
     first: int = 0
     positions: Positions | None = None
+    order: tuple[int, ...] | None = None
     norm: Norm | None = None
 
     @property

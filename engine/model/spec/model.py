@@ -10,6 +10,7 @@ from engine.model.positions import Rotary
 from engine.model.spec.embedding import Tokens
 from engine.model.spec.heads import Head
 from engine.model.spec.stack import Stack
+from engine.model.spec.vision import Vision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class ModelSpec:
             (arXiv:2103.00020).
         filler: the token that pads texts to the maximum length: the model was trained only on texts of that length, and
             treats these tokens like others. None: texts are not padded.
+        vision: computes vectors of images, which replace some of the decoder's tokens.
     """
 
     encoder: Stack | None
@@ -35,6 +37,7 @@ class ModelSpec:
     repeats: RepeatedInput | None = None
     twin: ModelSpec | None = None
     filler: int | None = None
+    vision: Vision | None = None
 
     @property
     def trunk(self) -> Stack:

@@ -73,12 +73,6 @@ SHAPES = {
         WINDOWS | {"head_dim": 10, "rope_parameters": {"rope_theta": 300.0}, "mlp_bias": True},
         prompts=(3, 4, 0, 1),
     ),
-    "emu3": FamilyShape(
-        "Emu3ForCausalLM",
-        BASE | {"attention_bias": True, "mlp_bias": True},
-        eos_gain=1.4,
-        prompts=(0, 1, 5, 2),
-    ),
     "jais2": FamilyShape(
         "Jais2ForCausalLM",
         BASE | {"head_dim": 10},
@@ -266,6 +260,8 @@ SHAPES = {
             "mlp_layer_types": ["sparse", "dense"],
             "num_shared_experts": 2,
         },
+        seed=1,
+        prompts=(0, 1, 4, 2),
     ),
     "afmoe": FamilyShape(
         "AfmoeForCausalLM",

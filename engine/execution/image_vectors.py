@@ -1,0 +1,101 @@
+"""Vectors of images for the decoder: made once for each image, and kept for later steps and requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends import triton as gpu
+from engine.backends.attention.base import AttentionMetadata
+from engine.interface.vision import VisionInfo, normalised
+from engine.model.inputs import Inputs
+from engine.model.layers import Linear
+from engine.model.transformer import Transformer
+from engine.scheduling.plan import ImageRows
+
+MOST_BYTES = 128 * 2**20
+"""Bytes of all kept vectors. Those that were used least recently are given up; a larger image is kept alone."""
+
+
+def crop_work(model: Transformer) -> float:
+    """The work of a crop in tokens of the model: by the numbers that a position of the tower and a token of the decoder
+    are multiplied by."""
+    assert model.tower is not None
+    assert model.vision is not None
+    assert model.decoder is not None
+    seen = _products(model.tower) + _products(model.vision)
+    return _positions(model.tower) * seen / max(_products(model.decoder), 1)
+
+
+def _products(part: nn.Module) -> int:
+    return sum(one.inputs * one.outputs for one in part.modules() if isinstance(one, Linear))
+
+
+def _positions(tower: Transformer) -> int:
+    assert tower.spec.signal is not None
+    return tower.spec.signal.positions
+
+
+class ImageVectors:
+    """Makes and keeps the vectors of images.
+
+    Args:
+        model: with a part that makes them.
+        info: of its images.
+        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+
+    Attributes:
+        num_made: how often vectors of an image were made.
+        num_bytes: of all kept vectors.
+    """
+
+    def __init__(self, model: Transformer, info: VisionInfo, min_rows: int, most_bytes: int = MOST_BYTES):
+        assert model.vision is not None
+        assert model.tower is not None
+        self._embedding, self._tower, self._info, self._min_rows = model.vision, model.tower, info, min_rows
+        self._device, self._dtype, self._most = model.device, model.dtype, most_bytes
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.num_made = self.num_bytes = 0
+
+    @property
+    def most_vectors(self) -> int:
+        """About as many vectors are kept."""
+        return max(self._most // (self._embedding.projector.second.outputs * self._dtype.itemsize), 1)
+
+    def of(self, images: Sequence[ImageRows]) -> Tensor:
+        """[N, hidden] the vectors that tokens of a step have, in the order of the images."""
+        parts = [self._whole(image)[image.first : image.first + image.count] for image in images]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _whole(self, image: ImageRows) -> Tensor:
+        found = self._kept.get(image.key)
+        if found is not None:
+            self._kept.move_to_end(image.key)
+            return found
+        crops = gpu.upload(normalised(image.pixels, self._info), self._device)
+        made: Tensor = self._embedding(crops, image.size, self._states, self._info)
+        self.num_made += 1
+        self._kept[image.key] = made = made.contiguous()
+        self.num_bytes += made.nbytes
+        while self.num_bytes > self._most and len(self._kept) > 1:
+            self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return made
+
+    def _states(self, crop: Tensor) -> Tensor:
+        """[positions, features] of the tower for one crop."""
+        count = _positions(self._tower)
+        padded = max(count, self._min_rows)
+        places = torch.arange(padded, device=self._device)
+        inputs = Inputs(
+            token_ids=torch.zeros_like(places),
+            positions=places.clamp(max=count - 1),
+            metadata=AttentionMetadata.build([count], [count], self._device),
+            tokens=count,
+            min_rows=self._min_rows,
+            signals=[crop],
+        )
+        states: Tensor = self._tower(inputs)
+        return states[:count]

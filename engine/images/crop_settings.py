@@ -1,0 +1,174 @@
+"""How a checkpoint's processor cuts an image into the crops that a vision-language model reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.errors import UnsupportedModelError
+from engine.images.settings import (
+    BICUBIC,
+    FILES,
+    MEANT,
+    OPENAI,
+    Preprocessing,
+    Settings,
+    preprocessing_of,
+    preprocessor_class,
+    read_json,
+)
+from engine.interface.vision import Size, VisionInfo
+from engine.model.spec import Patches, Shuffled, Vision
+
+_CLIP = {
+    "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224}, "image_mean": OPENAI[0], "image_std": OPENAI[1],
+}  # fmt: skip
+# What the classes of transformers do where the file does not say.
+_CLASSES: dict[str, dict[str, Any]] = {
+    "Llava": _CLIP,
+    "LlavaNext": _CLIP | {
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    },
+    "LlavaOnevision": {
+        "size": {"height": 384, "width": 384}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
+        "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+    },
+}  # fmt: skip
+_IDEFICS3 = {
+    "size": {"longest_edge": 4 * 364}, "resample": 1, "max_image_size": {"longest_edge": 364},
+    "do_image_splitting": True, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5),
+}  # fmt: skip
+_CLASSES |= {"Idefics3": _IDEFICS3, "SmolVLM": _IDEFICS3}
+_SHORTEST = ("Llava", "LlavaNext")
+_NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cropping:
+    """The steps from an image to crops.
+
+    Attributes:
+        steps: of each crop; they end before its numbers are rescaled (`engine.interface.vision.normalised`).
+        square: the colour of the bars that make an image a square first; None: it keeps its shape.
+        sizes: heights and widths that an image may be fitted into and then cut into tiles; (): it is one crop.
+        tile: height and width of a tile.
+        tiles: which images become tiles: all, or one that is the only one of its prompt; others become squares then.
+        longest: the longer side that an image is resized to before it is cut into squares of `tile`, the last of which
+            shows the whole image; 0: the sizes say how it is cut. -1: it is not resized first.
+        splits: an image that is larger than a square is cut; else it becomes one.
+    """
+
+    steps: Preprocessing
+    square: tuple[int, ...] | None = None
+    sizes: tuple[Size, ...] = ()
+    tile: int = 0
+    tiles: Literal["all", "alone"] = "all"
+    longest: int = 0
+    splits: bool = True
+
+
+def read_cropping(folder: Path) -> Cropping | None:
+    """Read the settings from a checkpoint's folder; None if it has none.
+
+    Raises:
+        UnsupportedModelError: a setting that is not implemented; names it.
+    """
+    for name in FILES:
+        file = folder / name
+        if file.is_file():
+            values = read_json(file)
+            own: Any = values.get("image_processor") if name == FILES[1] else values
+            if isinstance(own, dict):
+                return _parse(own, file)
+    return None
+
+
+def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
+    kind = values.get("image_processor_type") or values.get("feature_extractor_type")
+    named = _NAME.fullmatch(kind) if isinstance(kind, str) else None
+    if named is None:  # one of an encoder of images, which makes one crop
+        return Cropping(steps=preprocessing_of(values, file, preprocessor_class(values, file)))
+    known = named[1]
+    pads = values.get("do_pad")
+    given = {name: value for name, value in values.items() if value is not None and name != "do_pad"}
+    off = {name: False for name in MEANT if name in values}
+    if known in ("Idefics3", "SmolVLM"):
+        return _squares(_CLASSES[known] | given, file)
+    settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
+    steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
+    colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
+    if known == "Llava":
+        return Cropping(steps=steps, square=colour if pads else None)
+    crop = steps.crop or steps.size
+    tile = crop[0] if isinstance(crop, tuple) else crop
+    if tile is None:
+        raise UnsupportedModelError(f"{file}: do_resize is false, which is not implemented for images in tiles.")
+    sizes = settings.values["image_grid_pinpoints"]
+    good = isinstance(sizes, list) and sizes and all(isinstance(each, list) and len(each) == 2 for each in sizes)
+    if not good or not all(isinstance(n, int) and n > 0 and n % tile == 0 for each in sizes for n in each):
+        raise UnsupportedModelError(
+            f"{file}: image_grid_pinpoints must be a list of heights and widths that are multiples of {tile}."
+        )
+    found = tuple((each[0], each[1]) for each in sizes)
+    if known == "LlavaNext":
+        return Cropping(steps=steps, sizes=found, tile=tile)
+    return Cropping(steps=steps, sizes=found, tile=tile, tiles="alone", square=colour)
+
+
+def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
+    """The settings of Idefics 3's class."""
+    size, tile = (_longest(values, name, file) for name in ("size", "max_image_size"))
+    whole = {"height": tile, "width": tile}
+    steps = preprocessing_of({**MEANT, **values, "size": whole, "do_resize": True, "do_pad": False}, file, None)
+    resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
+    return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
+
+
+def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
+    given = values[name]
+    found = given.get("longest_edge") if isinstance(given, dict) else None
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= 1 << 14:
+        raise UnsupportedModelError(f"{file}: {name} must have a longest_edge from 1 to {1 << 14}, got {given!r}.")
+    return found
+
+
+def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
+    """The images that a model reads among its tokens.
+
+    Raises:
+        UnsupportedModelError: the processor makes crops of another size, or other tiles, than the model reads.
+    """
+    embedding, steps = vision.tower.embedding, cropping.steps
+    assert isinstance(embedding, Patches)
+    output = steps.output or ((steps.size, steps.size) if cropping.square and isinstance(steps.size, int) else None)
+    if output != embedding.image:
+        raise UnsupportedModelError(
+            f"{folder}: the processor makes crops of {output} pixels, but the model reads {embedding.image}. Correct "
+            "size or crop_size in preprocessor_config.json."
+        )
+    wanted = () if vision.tiling is None else vision.tiling.sizes
+    if set(cropping.sizes) != set(wanted):
+        raise UnsupportedModelError(
+            f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
+        )
+    if (vision.surrounds is None) != (not cropping.longest):
+        raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
+    factor = vision.projector.factor if isinstance(vision.projector, Shuffled) else 1
+    rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
+    return VisionInfo(
+        token_id=vision.token_id,
+        channels=embedding.channels,
+        crop=embedding.image,
+        grid=(rows, columns),
+        first=embedding.first - vision.skip,
+        newline=vision.newline,
+        tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
+        surrounds=vision.surrounds,
+        rescale=steps.rescale,
+        mean=steps.mean,
+        std=steps.std,
+    )

@@ -1,0 +1,209 @@
+"""An image's crops, as the PIL backends of `transformers`' processors of vision-language models cut them, and the
+tokens that stand for them in a prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from engine.errors import InvalidRequestError
+from engine.images.crop_settings import Cropping
+from engine.images.decoding import MAX_PIXELS
+from engine.images.preprocessing import shaped
+from engine.interface.vision import Pixels, PlacedImage, Size, Tiling, VisionInfo
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_LONGEST = 4096  # pixels of a side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CroppedImage:
+    """An image that has no place in a prompt yet.
+
+    Attributes:
+        pixels: uint8 [crops, 3, height, width].
+        size: height and width of the image as it was sent.
+        tiles: rows and columns of crops before the one that shows the whole image, where crops have texts around them.
+    """
+
+    pixels: Any
+    size: Size
+    tiles: Size = (0, 0)
+
+
+def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX_PIXELS) -> CroppedImage:
+    """The crops of an image in RGB.
+
+    Args:
+        alone: it is the only image of its prompt.
+        max_pixels: that it may have after it is resized.
+
+    Raises:
+        InvalidRequestError: it would have more.
+    """
+    size, steps = (image.height, image.width), cropping.steps
+    if cropping.longest:
+        return _cut(image, cropping, max_pixels)
+    if not cropping.sizes or (cropping.tiles == "alone" and not alone):
+        if cropping.square is not None:
+            image = _squared(image, cropping.square, max_pixels)
+        return CroppedImage(shaped(image, steps, max_pixels=max_pixels)[None], size)
+    rows, columns = Tiling(sizes=cropping.sizes).best(size)
+    height, width = _fitted(size, (rows, columns))
+    inner = image.resize((width, height), resample=steps.resample)
+    canvas = _canvas(inner, (rows, columns), (0, 0, 0))
+    tile = cropping.tile
+    small = steps.size if isinstance(steps.size, tuple) else (steps.size or tile, steps.size or tile)
+    parts = [image.resize(small[::-1], resample=steps.resample)]
+    parts += [
+        canvas.crop((left, top, left + tile, top + tile))
+        for top in range(0, rows, tile)
+        for left in range(0, columns, tile)
+    ]
+    return CroppedImage(np.stack([shaped(part, steps, max_pixels=max_pixels) for part in parts]), size)
+
+
+def _cut(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:
+    """The squares of an image, and last the whole (`Idefics3ImageProcessorPil`)."""
+    size, steps, tile = (image.height, image.width), cropping.steps, cropping.tile
+    if cropping.longest > 0:
+        height, width = _rescaled(size, cropping.longest)
+        image = image.resize((width, height), resample=steps.resample)
+    if cropping.splits:
+        height, width = _in_tiles((image.height, image.width), tile)
+        if height * width > max(max_pixels, 1 << 20):
+            _too_long(image, max(height, width), max_pixels)
+        image = image.resize((width, height), resample=steps.resample)
+    rows, columns = image.height // tile, image.width // tile
+    if not cropping.splits or rows * columns <= 1:
+        return CroppedImage(shaped(image, steps, max_pixels=max_pixels)[None], size)
+    parts = [
+        image.crop((column * tile, row * tile, (column + 1) * tile, (row + 1) * tile))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    crops = np.stack([shaped(part, steps, max_pixels=max_pixels) for part in [*parts, image]])
+    return CroppedImage(crops, size, (rows, columns))
+
+
+def _rescaled(size: Size, longest: int) -> Size:
+    """Height and width of an image whose longer side becomes `longest`, at most 4096."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+        width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+        height, width = _LONGEST, int(_LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _in_tiles(size: Size, tile: int) -> Size:
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        return math.ceil(int(width / ratio) / tile) * tile, width
+    height = math.ceil(height / tile) * tile
+    return height, math.ceil(int(height * ratio) / tile) * tile
+
+
+def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionInfo) -> str:
+    """A prompt's text with an image token for each crop of its images, where each has a text around it.
+
+    Args:
+        text: with one image token for each image; if there are more or fewer, it stays as it is, and `place` says so.
+        token: the image token.
+    """
+    if info.surrounds is None or text.count(token) != len(images):
+        return text
+    before, *rest = text.split(token)
+    return before + "".join(
+        info.surrounds.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
+    )
+
+
+def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> tuple[list[int], list[PlacedImage]]:
+    """A prompt's tokens with as many image tokens for each image as it has vectors, and where these are.
+
+    Args:
+        ids: with one image token for each image.
+
+    Raises:
+        InvalidRequestError: there are more or fewer image tokens than images.
+    """
+    if info.surrounds is not None:
+        images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
+    marks = [index for index, token in enumerate(ids) if token == info.token_id]
+    if len(marks) != len(images):
+        raise InvalidRequestError(
+            f"the prompt has {len(marks)} image tokens for {len(images)} images. The chat template, or the text, must "
+            "have one for each image, and no others.",
+            param="images",
+            code="invalid_value",
+        )
+    expanded: list[int] = []
+    placed: list[PlacedImage] = []
+    before = 0
+    for mark, image in zip(marks, images, strict=True):
+        expanded += ids[before:mark]
+        count = info.count(len(image.pixels), image.size)
+        placed.append(PlacedImage(len(expanded), count, image.pixels, image.size))
+        expanded += [info.token_id] * count
+        before = mark + 1
+    return [*expanded, *ids[before:]], placed
+
+
+def pixels_of_bytes(data: bytes, shape: Sequence[int]) -> Pixels:
+    """Crops that another process has made."""
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _fitted(size: Size, target: Size) -> Size:
+    """The largest size of the same shape within the target (`get_patch_output_size` of `transformers`)."""
+    height, width = size
+    across, down = target[1] / width, target[0] / height
+    if across < down:
+        return min(math.ceil(height * across), target[0]), target[1]
+    return target[0], min(math.ceil(width * down), target[1])
+
+
+def _squared(image: Image, colour: tuple[int, ...], max_pixels: int) -> Image:
+    side = max(image.size)
+    if side == min(image.size):
+        return image
+    if side * side > max(max_pixels, 1 << 20):
+        _too_long(image, side, max_pixels)
+    return _canvas(image, (side, side), colour)
+
+
+def _canvas(image: Image, size: Size, colour: tuple[int, ...]) -> Image:
+    """An image in the middle of a larger one of a colour."""
+    import PIL.Image
+
+    canvas = PIL.Image.new("RGB", size[::-1], colour)
+    canvas.paste(image, ((size[1] - image.width) // 2, (size[0] - image.height) // 2))
+    return canvas
+
+
+def _too_long(image: Image, side: int, most: int) -> NoReturn:
+    raise InvalidRequestError(
+        f"the image of {image.width} x {image.height} pixels would be a square of {side} x {side}, but at most {most} "
+        "pixels are allowed (max_image_pixels). Crop the longer side.",
+        param="input",
+        code="image_too_large",
+    )

@@ -1,0 +1,251 @@
+"""Images among the tokens of a prompt: what a model makes of one, and how requests bring them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidRequestError
+
+Pixels = NDArray[np.uint8]
+"""[crops, channels, height, width]."""
+Size = tuple[int, int]
+"""Height and width, in pixels."""
+
+KEY_BYTES = 20
+MOST_CROP_BYTES = 256 * 2**20
+"""Most bytes of all crops of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """An image becomes a small version of the whole and tiles of a larger version (LLaVA-NeXT). The tiles' vectors form
+    one large grid, without the rows or columns that show padding, and each row of it ends with a learned vector.
+
+    Attributes:
+        sizes: heights and widths, in pixels, that an image may be fitted into, for as many tiles as they have.
+        most: a grid of more vectors than so many tiles have is made smaller; None: no grid is.
+    """
+
+    sizes: tuple[Size, ...]
+    most: int | None = None
+
+    def best(self, size: Size) -> Size:
+        """The size that shows most of an image and wastes least (`select_best_resolution` of `transformers`)."""
+        height, width = size
+        found, most, least = self.sizes[0], 0, math.inf
+        for rows, columns in self.sizes:
+            scale = min(columns / width, rows / height)
+            effective = min(int(width * scale) * int(height * scale), width * height)
+            wasted = rows * columns - effective
+            if effective > most or (effective == most and wasted < least):
+                found, most, least = (rows, columns), effective, wasted
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounds:
+    """The texts around the crops of an image, each of which has image tokens of its own (Idefics 3).
+
+    Attributes:
+        apart: stands before each crop, and after the last.
+        whole: before the crop that shows the whole image, which is the last.
+    """
+
+    apart: str = "<fake_token_around_image>"
+    whole: str = "<global-img>"
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with one image token for each crop.
+
+        Args:
+            tiles: rows and columns of crops before the one that shows the whole image.
+        """
+        rows, columns = tiles
+        made = ""
+        for row in range(1, rows + 1):
+            made += "".join(f"{self.apart}<row_{row}_col_{column}>{token}" for column in range(1, columns + 1)) + "\n"
+        return f"{made}{chr(10) if rows else ''}{self.apart}{self.whole}{token}{self.apart}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionInfo:
+    """The images that a model reads among its tokens.
+
+    Attributes:
+        token_id: stands in a prompt wherever a vector of an image goes.
+        channels, crop: of what the tower reads at a time.
+        grid: rows and columns of the vectors of a crop.
+        first: vectors before those of the grid.
+        newline: a learned vector follows the vectors of an image that is one crop.
+        tiling: how an image becomes several crops; None: it is one.
+        surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
+        rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
+    """
+
+    token_id: int
+    channels: int
+    crop: Size
+    grid: Size
+    first: int = 0
+    newline: bool = False
+    tiling: Tiling | None = None
+    surrounds: Surrounds | None = None
+    rescale: float | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def crops(self, size: Size) -> int:
+        """The number of crops of an image that is cut into tiles."""
+        if self.tiling is None:
+            return 1
+        rows, columns = self.tiles(size)
+        return 1 + rows * columns
+
+    def tiles(self, size: Size) -> Size:
+        """Rows and columns of tiles of an image."""
+        assert self.tiling is not None
+        height, width = self.tiling.best(size)
+        return height // self.crop[0], width // self.crop[1]
+
+    def shown(self, size: Size) -> tuple[int, int, Size]:
+        """Of the grid of all tiles' vectors: rows before and columns before those that show no padding, and how many
+        rows and columns these are."""
+        rows, columns = (count * each for count, each in zip(self.tiles(size), self.grid, strict=True))
+        height, width = size
+        if width / height > columns / rows:
+            before = (rows - int(round(height * (columns / width), 7))) // 2
+            return before, 0, (rows - 2 * before, columns)
+        before = (columns - int(round(width * (rows / height), 7))) // 2
+        return 0, before, (rows, columns - 2 * before)
+
+    def reduced(self, grid: Size) -> Size:
+        """The rows and columns that are left of a grid of all tiles' vectors."""
+        if self.tiling is None or self.tiling.most is None:
+            return grid
+        ratio = math.sqrt(grid[0] * grid[1] / (self.tiling.most * self.grid[0] ** 2))
+        return (int(grid[0] // ratio), int(grid[1] // ratio)) if ratio > 1.1 else grid
+
+    def count(self, crops: int, size: Size) -> int:
+        """The number of vectors of an image.
+
+        Args:
+            size: of the image as it was sent.
+        """
+        one = self.first + self.grid[0] * self.grid[1]
+        if crops == 1:
+            return one + self.newline
+        rows, columns = self.reduced(self.shown(size)[2])
+        return one + rows * (columns + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedImage:
+    """An image of a prompt.
+
+    Attributes:
+        offset, length: the tokens among which its vectors go, in the places of those that stand for an image.
+        pixels: uint8 [crops, channels, height, width], as `engine.images` makes them.
+        size: height and width of the image as it was sent.
+    """
+
+    offset: int
+    length: int
+    pixels: Any
+    size: Size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenImage:
+    """An image of a prompt after all checks.
+
+    Attributes:
+        places: [vectors] the tokens that they take the places of, ascending.
+        pixels, size: as of `PlacedImage`.
+        key: a hash of these two.
+    """
+
+    places: NDArray[np.int32]
+    pixels: Pixels
+    size: Size
+    key: bytes
+
+    @property
+    def first(self) -> int:
+        """The first token."""
+        return int(self.places[0])
+
+    def part(self, start: int, count: int) -> tuple[int, int]:
+        """The first vector that goes among `count` tokens from `start` on, and the one after the last."""
+        low, high = np.searchsorted(self.places, (start, start + count))
+        return int(low), int(high)
+
+
+def read_images(
+    images: Sequence[PlacedImage], tokens: Sequence[int], vision: VisionInfo | None
+) -> tuple[SeenImage, ...]:
+    """The images of a prompt.
+
+    Raises:
+        InvalidRequestError: the model reads none, or one does not fit the model or the tokens.
+    """
+    if not images:
+        return ()
+    if vision is None:
+        _refuse("this model reads no images among its tokens.", "unsupported_input")
+    if sum(getattr(image.pixels, "nbytes", 0) for image in images) > MOST_CROP_BYTES:
+        _refuse(f"the images of a prompt may have at most {MOST_CROP_BYTES} bytes of pixels.", "too_many_images")
+    ids, found, end = np.array(tokens, dtype=np.int32), [], 0
+    for number, image in enumerate(images):
+        pixels = np.ascontiguousarray(image.pixels)
+        shape = (vision.channels, *vision.crop)
+        if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
+            wanted = f"uint8 of the shape [crops, {', '.join(map(str, shape))}]"
+            _refuse(f"image {number}: this model reads {wanted}, got {pixels.dtype} of {list(pixels.shape)}.")
+        height, width = image.size
+        if height < 1 or width < 1 or len(pixels) not in (1, vision.crops((height, width))):
+            _refuse(f"image {number}: {len(pixels)} crops are not those of an image of {width} x {height} pixels.")
+        if not end <= image.offset < image.offset + image.length <= len(ids):
+            _refuse(f"image {number}: its tokens lie outside the prompt, or among those of the image before it.")
+        end = image.offset + image.length
+        places = image.offset + np.flatnonzero(ids[image.offset : end] == vision.token_id).astype(np.int32)
+        count = vision.count(len(pixels), (height, width))
+        if len(places) != count:
+            _refuse(
+                f"image {number} has {count} vectors, but {len(places)} of its tokens are {vision.token_id}, the "
+                "model's image token."
+            )
+        digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
+        digest.update(pixels.data)
+        found.append(SeenImage(places, pixels, (height, width), digest.digest()))
+    return tuple(found)
+
+
+def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:
+    """[tokens, KEY_BYTES / 4] of each of `count` tokens the key of the image whose vector it has; zeros of others."""
+    keys = np.zeros((count, KEY_BYTES // 4), dtype=np.int32)
+    for image in images:
+        keys[image.places] = np.frombuffer(image.key, dtype=np.int32)
+    return keys
+
+
+def normalised(pixels: Pixels, vision: VisionInfo) -> NDArray[np.float32]:
+    """The tower's numbers of crops: float32 of the same shape."""
+    found: NDArray[Any] = pixels
+    if vision.rescale is not None:
+        found = found.astype(np.float64) * vision.rescale
+    found = found.astype(np.float32)
+    if vision.mean is not None and vision.std is not None:
+        mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (vision.mean, vision.std))
+        found = (found - mean) / std
+    return np.ascontiguousarray(found)
+
+
+def _refuse(message: str, code: str = "invalid_value") -> NoReturn:
+    raise InvalidRequestError(message, param="images", code=code)

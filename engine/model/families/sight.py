@@ -1,0 +1,202 @@
+"""The part of vision-language models that sees: which have one here, what it is made of, and its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.errors import UnsupportedModelError
+from engine.interface.vision import Surrounds, Tiling
+from engine.model.families.common import linear
+from engine.model.families.names import norm_weights
+from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
+from engine.model.normalisation import Norm
+from engine.model.spec import Patches, Projector, Shuffled, Stack, Vision
+from engine.model.table import Entry, Reshaped, WeightTable
+
+_MOST_TILES = 64
+
+
+def sight(name: str, config: Any) -> Vision | None:
+    """The part of a vision-language model's config that sees; None: images are not served for this architecture.
+
+    Args:
+        name: of the architecture.
+
+    Raises:
+        UnsupportedModelError: a setting of the config that is not implemented.
+    """
+    read = _READERS.get(name)
+    return None if read is None else read(config)
+
+
+def _tower(config: Any, layer: int) -> Stack:
+    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read.
+
+    Args:
+        layer: counted from the end if negative, as of the hidden states of `transformers`: the first are those before
+            any layer. None of them has gone through the tower's last norm.
+
+    Raises:
+        UnsupportedModelError: another tower, or no such layer.
+    """
+    kind = config.model_type
+    if kind == "clip_vision_model":
+        first = Norm("layer", config.layer_norm_eps, bias=True)
+        whole = pre_norm_encoder(config, patches(config, bias=False, first=1, layer_norm=first))
+    elif kind == "siglip_vision_model":
+        whole = pre_norm_encoder(config, patches(config, bias=True, first=0))
+    else:
+        raise UnsupportedModelError(
+            f"vision_config of the config is of the type {kind!r}; supported are clip_vision_model and "
+            "siglip_vision_model."
+        )
+    count = len(whole.blocks)
+    number = layer if isinstance(layer, int) and layer >= 0 else count + 1 + layer if isinstance(layer, int) else -1
+    if not 0 < number <= count:
+        raise UnsupportedModelError(
+            f"vision_feature_layer of the config is {layer!r}; supported is one layer of the tower's {count}."
+        )
+    return replace(whole, blocks=whole.blocks[:number], final_norm=None)
+
+
+def _llava(config: Any) -> Vision:
+    tower = _tower(config.vision_config, config.vision_feature_layer)
+    assert isinstance(tower.embedding, Patches)
+    strategy = config.vision_feature_select_strategy
+    if strategy not in ("default", "full"):
+        raise UnsupportedModelError(
+            f"vision_feature_select_strategy of the config is {strategy!r}; supported are default and full."
+        )
+    if strategy == "default" and not tower.embedding.first:
+        raise UnsupportedModelError(
+            "vision_feature_select_strategy of the config is default, which leaves out a class token, but the tower "
+            "has none."
+        )
+    return Vision(
+        tower=tower,
+        token_id=config.image_token_id,
+        skip=1 if strategy == "default" else 0,
+        projector=Projector(config.projector_hidden_act, bool(config.multimodal_projector_bias)),
+    )
+
+
+def _llava_next(config: Any) -> Vision:
+    part = _llava(config)
+    if not part.skip and isinstance(part.tower.embedding, Patches) and part.tower.embedding.first:
+        raise UnsupportedModelError("vision_feature_select_strategy of the config must be default here, got full.")
+    return replace(part, newline=True, tiling=Tiling(sizes=_sizes(config)))
+
+
+def _llava_onevision(config: Any) -> Vision:
+    ratio = config.vision_aspect_ratio
+    named = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", ratio) if isinstance(ratio, str) else None
+    if named is None:
+        raise UnsupportedModelError(f"vision_aspect_ratio of the config must be anyres_max_N, got {ratio!r}.")
+    return replace(_llava_next(config), tiling=Tiling(sizes=_sizes(config), most=int(named[1])))
+
+
+def _idefics3(config: Any) -> Vision:
+    part, factor = config.vision_config, config.scale_factor
+    embedding = patches(part, bias=True, first=0)
+    side = embedding.image[0] // embedding.patch[0]
+    square = embedding.image[0] == embedding.image[1] and embedding.patch[0] == embedding.patch[1]
+    if not square or not isinstance(factor, int) or factor < 1 or side % factor:
+        raise UnsupportedModelError(
+            f"scale_factor of the config is {factor!r}, but a crop has {side} patches a side. It must divide them."
+        )
+    order = _placed(side)
+    if order != tuple(range(side**2)):
+        embedding = replace(embedding, order=order)
+    return Vision(
+        tower=pre_norm_encoder(part, embedding),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Shuffled(factor),
+        surrounds=Surrounds(),
+    )
+
+
+def _placed(side: int) -> tuple[int, ...]:
+    """The row of the table of positions that each patch of a full crop has. The reference finds it with fractions in
+    float32, so some patches share a row where `side` is no power of two."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    places = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    rows = torch.bucketize(places, bounds, right=True)
+    return tuple((rows[:, None] * side + rows[None, :]).flatten().tolist())
+
+
+def _sizes(config: Any) -> tuple[tuple[int, int], ...]:
+    side, given = config.vision_config.image_size, config.image_grid_pinpoints
+    found = tuple(tuple(each) for each in given)
+    good = found and isinstance(side, int) and all(len(each) == 2 for each in found)
+    if (
+        not good
+        or not all(isinstance(n, int) and n > 0 and n % side == 0 for each in found for n in each)
+        or any(each[0] * each[1] > _MOST_TILES * side**2 for each in found)
+    ):
+        raise UnsupportedModelError(
+            f"image_grid_pinpoints of the config must be heights and widths of at most {_MOST_TILES} tiles of "
+            f"{side} x {side} pixels."
+        )
+    return found
+
+
+_READERS: dict[str, Callable[[Any], Vision]] = {
+    "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava_next,
+    "LlavaOnevisionForConditionalGeneration": _llava_onevision,
+    "Idefics3ForConditionalGeneration": _idefics3,
+    "SmolVLMForConditionalGeneration": _idefics3,
+}
+SEEING = frozenset(_READERS)
+"""Architectures whose images are served."""
+
+
+def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
+    """A language part's table with the weights of the part that sees."""
+    stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
+    embedding = stack.embedding
+    assert isinstance(embedding, Patches)
+    entries = [
+        *kernel(f"{ours}.embedding.patches", f"{tower}.embeddings.patch_embedding", embedding),
+        Entry(f"{ours}.embedding.positions", (f"{tower}.embeddings.position_embedding.weight",)),
+        *norm_weights(f"{ours}.embedding.norm", f"{tower}.pre_layrnorm", embedding.norm),
+        *layers_weights(stack, f"{tower}.encoder.layers", target=ours),
+        *norm_weights(f"{ours}.final_norm", f"{tower}.post_layernorm", stack.final_norm),
+        *_projector_entries(vision.projector),
+    ]
+    if embedding.first:
+        form = Reshaped(((embedding.width,),))
+        entries.append(Entry(f"{ours}.embedding.first", (f"{tower}.embeddings.class_embedding",), form))
+    if vision.newline:
+        entries.append(Entry("vision.newline", ("image_newline",)))
+    return replace(
+        table,
+        entries=(*table.entries, *entries),
+        renamed=(
+            (r"^(model\.)?(vision_tower\.(vision_model\.)?|vision_model\.)", f"{tower}."),
+            (r"^(model\.)?connector\.", "connector."),
+            (r"^(model\.)?(multi_modal_projector\.|image_newline$)", r"\2"),
+            *table.renamed,
+        ),
+        ignored=(
+            *(pattern for pattern in table.ignored if "multi_modal_projector" not in pattern),
+            # Layers after the one that is read, and what only a tower that stands alone has.
+            rf"{tower}\.(encoder\.layers\.\d+\..*|post_layernorm\..*|head\..*|embeddings\.position_ids)",
+        ),
+    )
+
+
+def _projector_entries(part: Projector | Shuffled) -> list[Entry]:
+    if isinstance(part, Shuffled):
+        return linear("vision.projector.second", "connector.modality_projection.proj", False, 0)
+    source = "multi_modal_projector.linear_"
+    return [
+        *linear("vision.projector.first", f"{source}1", part.bias, 0),
+        *linear("vision.projector.second", f"{source}2", part.bias, 1),
+    ]

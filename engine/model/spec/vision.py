@@ -1,0 +1,52 @@
+"""What makes vectors of images for a decoder, in the places of some of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.interface.vision import Surrounds, Tiling
+from engine.model.spec.networks import Activation
+from engine.model.spec.stack import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """Two matrices with an activation between them, from the tower's features to those of the decoder.
+
+    Attributes:
+        bias: both matrices have one.
+    """
+
+    activation: Activation
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """The hidden states of `factor` x `factor` patches side by side, mapped by one matrix without bias to a vector of
+    the decoder (arXiv:2408.12637)."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """A tower over crops of images, and what makes a decoder's vectors of its hidden states (arXiv:2304.08485).
+
+    Attributes:
+        tower: an encoder of images without a head.
+        token_id: stands in a prompt wherever a vector goes.
+        skip: of a crop's hidden states so many, the first ones, are left out.
+        projector: makes the decoder's vectors.
+        newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
+        tiling: how an image becomes several crops.
+        surrounds: the texts around crops that are images of their own among the tokens.
+    """
+
+    tower: Stack
+    token_id: int
+    skip: int
+    projector: Projector | Shuffled
+    newline: bool = False
+    tiling: Tiling | None = None
+    surrounds: Surrounds | None = None

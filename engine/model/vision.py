@@ -1,0 +1,91 @@
+"""The module that makes vectors of images for a decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.interface.vision import Size, VisionInfo
+from engine.model import spec
+from engine.model.activations import activate_by_name
+from engine.model.layers import Linear
+from engine.model.place import Place
+
+Tower = Callable[[Tensor], Tensor]
+"""[positions, features] of a crop [channels, height, width]."""
+
+
+class Projector(nn.Module):
+    """The tower's hidden states [N, features] to the decoder's vectors [N, hidden]."""
+
+    def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
+        super().__init__()
+        self.first = Linear(features, hidden, part.bias, place)
+        self.second = Linear(hidden, hidden, part.bias, place)
+        self._activation = part.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
+        return projected
+
+
+class ShuffledProjector(nn.Module):
+    """The tower's hidden states [N, features] of a square grid to the decoder's vectors [N / factor^2, hidden]."""
+
+    def __init__(self, part: spec.Shuffled, features: int, hidden: int, place: Place):
+        super().__init__()
+        self.second = Linear(features * part.factor**2, hidden, False, place)
+        self._factor = part.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        side, factor = math.isqrt(len(x)), self._factor
+        grid = x.view(side // factor, factor, side // factor, factor, -1)
+        projected: Tensor = self.second(grid.transpose(1, 2).reshape(len(x) // factor**2, -1))
+        return projected
+
+
+class ImageEmbedding(nn.Module):
+    """Crops of an image to vectors of a decoder, by a tower, which is a model of its own, and a projector.
+
+    Args:
+        hidden: features of the decoder's vectors.
+    """
+
+    def __init__(self, part: spec.Vision, hidden: int, place: Place):
+        super().__init__()
+        self.part = part
+        self.projector: Projector | ShuffledProjector
+        if isinstance(part.projector, spec.Projector):
+            self.projector = Projector(part.projector, part.tower.output_size, hidden, place)
+        else:
+            self.projector = ShuffledProjector(part.projector, part.tower.output_size, hidden, place)
+        self.newline = place.parameter(hidden) if part.newline else None
+
+    def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:
+        """[vectors, hidden] of an image.
+
+        Args:
+            crops: float32 [crops, channels, height, width].
+            size: height and width of the image as it was sent.
+            tower: computes one crop. One at a time: that bounds the memory, and no crop's bits depend on another.
+        """
+        found = [self.projector(tower(crop)[self.part.skip :]) for crop in crops]
+        whole = found[0]
+        if len(found) == 1:
+            return whole if self.newline is None else torch.cat((whole, self.newline[None].to(whole.dtype)))
+        rows, columns = info.tiles(size)
+        tiles = torch.stack([tile[info.first :] for tile in found[1:]])
+        grid = tiles.view(rows, columns, *info.grid, -1).transpose(1, 2)
+        grid = grid.reshape(rows * info.grid[0], columns * info.grid[1], -1)
+        top, left, (height, width) = info.shown(size)
+        grid = grid[top : top + height, left : left + width]
+        if (small := info.reduced((height, width))) != (height, width):
+            grid = F.interpolate(grid.movedim(-1, 0)[None], small, mode="bilinear")[0].movedim(0, -1)
+        if self.newline is not None:
+            ends = self.newline.to(grid.dtype).expand(len(grid), 1, -1)
+            grid = torch.cat((grid, ends), dim=1)
+        return torch.cat((whole, grid.flatten(0, 1)))

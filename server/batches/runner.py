@@ -1,0 +1,228 @@
+"""Answers the lines of batches while clients leave the engine idle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+
+from server.api.schemas import MAX_PRIORITY
+from server.batches.backdoor import BackDoor
+from server.batches.lines import Place, Problem, check_file, places, read_line
+from server.batches.store import BatchStore, Row
+from server.context import Service
+from server.errors import ApiError
+
+logger = logging.getLogger("octavo.server")
+
+_LOOK_INTERVAL = 1.0  # seconds between two looks for batches of other processes
+_IDLE_INTERVAL = 0.05  # seconds until another look whether clients have gone
+_RETRY_INTERVAL = 0.5  # seconds before a line that found no room is sent again
+_RETRIED = (503,)  # no answers: the service had no room, no engine, or stopped
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A batch whose lines are being answered, oldest of its tenant."""
+
+    row: Row
+    waiting: list[Place]  # the next one last
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class BatchRunner:
+    """Answers batches until it is stopped; the oldest batch of each tenant, tenants in turn.
+
+    Args:
+        app: whose routes answer.
+        service: of the app.
+        store: has the batches.
+        door: the way to the routes.
+        most: lines that are answered at the same time while no client waits for the model. While one does, no line
+            begins.
+
+    Attributes:
+        store: has the batches.
+    """
+
+    def __init__(self, app: FastAPI, service: Service, store: BatchStore, door: BackDoor, most: int):
+        self.store = store
+        self._app, self._service, self._store, self._door = app, service, store, door
+        self._most = most
+        self._active: dict[str, _Active] = {}
+        self._turn = 0
+        self._rests_until = 0.0  # of the loop's clock; after a failure
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Answer batches, for ever."""
+        try:
+            while True:
+                try:
+                    await self._look()
+                except Exception as problem:  # the next look may find the store, or the disk, in order again
+                    logger.error("Batches wait: %s", problem, exc_info=not isinstance(problem, ApiError))
+                await self._work(_LOOK_INTERVAL)
+        finally:
+            running = [task for active in self._active.values() for task in active.running]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Learn of new batches, of cancelled ones and of those whose time is over, and end what has no lines left."""
+        if not await self._store.do(self._store.hold):
+            return
+        tenants: set[str | None] = set()
+        for row in await self._store.do(self._store.unfinished):
+            first = row["tenant"] not in tenants
+            tenants.add(row["tenant"])
+            if row["status"] == "cancelling":
+                await self._end(row, "cancelled")
+            elif row["expires_at"] <= self._store.now():
+                await self._end(row, "expired", _expired)
+            elif row["status"] == "finalizing":
+                await self._end(row, "completed")
+            elif first and row["id"] not in self._active:
+                await self._begin(row)
+        for active in list(self._active.values()):
+            if not active.waiting and not active.running:
+                await self._store.do(self._finalize, active.row)
+                await self._end(active.row, "completed")
+
+    def _finalize(self, row: Row) -> None:
+        self._store.update(row["id"], "in_progress", status="finalizing", finalizing_at=self._store.now())
+
+    async def _begin(self, row: Row) -> None:
+        path = self._store.path(row["input_file_id"])
+        if row["status"] == "validating":
+            now = self._store.now
+            try:
+                count, problems = await asyncio.to_thread(check_file, path, row["endpoint"], self._unserved)
+            except OSError as problem:
+                count, problems = 0, [Problem("file_not_found", f"The input file cannot be read: {problem}.")]
+            if problems:
+                errors = {"object": "list", "data": [problem.shown() for problem in problems]}
+                await self._store.do(self._update, row, {"status": "failed", "failed_at": now(), "errors": errors})
+                return
+            counts = {"total": count, "completed": 0, "failed": 0}
+            fields = {"status": "in_progress", "in_progress_at": now(), "request_counts": counts}
+            if not await self._store.do(self._update, row, fields):
+                return  # it was cancelled meanwhile
+            row |= fields
+        done = await self._store.do(self._store.answered, row["number"])
+        left = await asyncio.to_thread(lambda: [place for place, _ in places(path) if place.number not in done])
+        self._active[row["id"]] = _Active(row, left[::-1])
+
+    def _update(self, row: Row, fields: Row) -> bool:
+        return self._store.update(row["id"], row["status"], **fields)
+
+    def _unserved(self, model: Any) -> str | None:
+        models = self._service.models
+        if models is not None and isinstance(model, str) and models.find(model) is not None:
+            return None
+        try:
+            self._service.check_model(model)
+        except ApiError as problem:
+            return problem.message
+        return None
+
+    async def _end(self, row: Row, status: str, missing: Callable[[str], str] | None = None) -> None:
+        active = self._active.pop(row["id"], None)
+        running = list(active.running) if active is not None else []
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._store.do(self._store.finish, row, status, missing)
+        logger.info("The batch %s is %s.", row["id"], status)
+
+    # ---------------------------------------------------------------- lines
+
+    async def _work(self, seconds: float) -> None:
+        """Begin lines, as many as there is time for, until it is time to look again or a batch has no line left."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while (left := until - loop.time()) > 0:
+            running = {task for active in self._active.values() for task in active.running}
+            ready = [active for active in self._active.values() if active.waiting]
+            while ready and len(running) < self._room():
+                self._turn += 1
+                active = ready[self._turn % len(ready)]
+                running.add(self._start(active))
+                ready = [active for active in ready if active.waiting]
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
+            pause = min(left, _IDLE_INTERVAL) if ready and len(running) < self._most else left
+            try:
+                await asyncio.wait({news, *running}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                heard = not news.cancel()
+            if heard:
+                return
+            if any(not active.waiting and not active.running for active in self._active.values()):
+                return
+
+    def _room(self) -> int:
+        service = self._service
+        if asyncio.get_running_loop().time() < self._rests_until:
+            return 0
+        if self._door.num_inside or service.drain.draining or service.memory.exceeded() or not service.client.is_alive:
+            return 0
+        return self._most
+
+    def _start(self, active: _Active) -> asyncio.Task[None]:
+        place = active.waiting.pop()
+        task = asyncio.create_task(self._answer(active, place))
+        active.running.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            active.running.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                active.waiting.append(place)
+                if not task.cancelled():
+                    self._rests_until = asyncio.get_running_loop().time() + _RETRY_INTERVAL
+                    logger.error("A line of %s was not answered: %s", active.row["id"], task.exception())
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _answer(self, active: _Active, place: Place) -> None:
+        row = active.row
+        line = await self._store.do(self._read, row["input_file_id"], place)
+        asked = read_line(line)
+        body = {**asked["body"], "priority": MAX_PRIORITY}
+        while True:
+            status, request_id, answer = await self._door.post(
+                self._app, row["endpoint"], body, row["tenant"], row.get("models")
+            )
+            if status not in _RETRIED:
+                break
+            await asyncio.sleep(_RETRY_INTERVAL)
+        response = {"status_code": status, "request_id": request_id, "body": answer}
+        text = json.dumps(_entry(asked["custom_id"], response, None))
+        await self._store.do(self._store.answer, row["number"], place.number, status < 400, text)
+
+    def _read(self, id_: str, place: Place) -> bytes:
+        with self._store.path(id_).open("rb") as file:
+            file.seek(place.begin)
+            return file.read(place.size)
+
+
+def _entry(custom_id: str, response: Row | None, error: Row | None) -> Row:
+    """A line of an output or error file."""
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def _expired(custom_id: str) -> str:
+    error = {"code": "batch_expired", "message": "The request was not answered before the batch expired."}
+    return json.dumps(_entry(custom_id, None, error))

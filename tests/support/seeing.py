@@ -1,0 +1,215 @@
+"""Tiny random vision-language checkpoints with a tokenizer, a chat template and a processor, and what transformers
+makes of prompts with images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import tokenizers
+import torch
+import transformers
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from engine import TokenInput
+from engine.images import crop, place, read_cropping
+from engine.images.decoding import rgb
+from engine.interface.vision import VisionInfo
+from support.family_shape import fill_randomly
+
+VOCAB, IMAGE, EOS, SIDE, PATCH = 300, 3, 2, 28, 7
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": EOS,
+    "pad_token_id": 0,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": SIDE,
+    "patch_size": PATCH,
+}  # fmt: skip
+CLIP, SIGLIP = VISION | {"model_type": "clip_vision_model"}, VISION | {"model_type": "siglip_vision_model"}
+SIZES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+# Each content's images before its texts, as the templates of LLaVA have it: a content that is text shows nothing.
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<image>' }}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class SeeingShape:
+    """One configuration of a family.
+
+    Attributes:
+        architecture: the class in transformers, as config.json names it.
+        text, vision, own: settings of the parts and of the whole.
+        processor: the class of images' processor in transformers, and its settings.
+    """
+
+    architecture: str
+    text: Mapping[str, Any] = field(hash=False)
+    vision: Mapping[str, Any] = field(hash=False)
+    own: Mapping[str, Any] = field(hash=False)
+    processor: tuple[str, Mapping[str, Any]] = field(hash=False)
+    whole: str = "LlavaProcessor"
+
+
+_CLIP_PIXELS = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+_SQUARES = {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": SIDE}}
+_SQUARE = {"size": {"height": SIDE, "width": SIDE}}
+SHAPES = {
+    "llava": SeeingShape(
+        "LlavaForConditionalGeneration", {"model_type": "llama"}, CLIP, {}, ("CLIPImageProcessorPil", _CLIP_PIXELS)
+    ),
+    "llava-square": SeeingShape(
+        "LlavaForConditionalGeneration", {"model_type": "qwen2"}, SIGLIP,
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "multimodal_projector_bias": False},
+        ("LlavaImageProcessorPil", {"size": {"shortest_edge": SIDE}, "do_center_crop": False, "do_pad": True}),
+    ),
+    "llava-next": SeeingShape(
+        "LlavaNextForConditionalGeneration", {"model_type": "mistral", "head_dim": 10}, CLIP,
+        {"image_grid_pinpoints": SIZES},
+        ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
+        "LlavaNextProcessor",
+    ),
+    "llava-onevision": SeeingShape(
+        "LlavaOnevisionForConditionalGeneration", {"model_type": "qwen2"}, SIGLIP,
+        {"image_grid_pinpoints": [*SIZES, [84, 84]], "vision_aspect_ratio": "anyres_max_2", "video_token_id": 4},
+        ("LlavaOnevisionImageProcessorPil", _SQUARE | {"image_grid_pinpoints": [*SIZES, [84, 84]]}),
+        "LlavaOnevisionProcessor",
+    ),
+    "smolvlm": SeeingShape(
+        "SmolVLMForConditionalGeneration", {"model_type": "llama"}, VISION, {"scale_factor": 2},
+        ("SmolVLMImageProcessorPil", _SQUARES), "Idefics3Processor",
+    ),
+    "idefics3": SeeingShape(  # patches of which some share a position; images that are not cut
+        "Idefics3ForConditionalGeneration", {"model_type": "llama"}, VISION | {"image_size": 84, "patch_size": 4},
+        {"scale_factor": 3},
+        ("Idefics3ImageProcessorPil", {"size": {"longest_edge": 100}, "max_image_size": {"longest_edge": 84},
+                                       "do_image_splitting": False}), "Idefics3Processor",
+    ),
+}  # fmt: skip
+
+
+def make_tokenizer() -> Any:
+    """Bytes and a few special tokens: 0 padding, 1 and 2 the beginning and the end, 3 an image."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
+    special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+
+
+def picture(width: int, height: int, seed: int = 0) -> PIL.Image.Image:
+    """A picture of random coarse colours."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, size=(5, 5, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(coarse).resize((width, height), resample=PIL.Image.Resampling.BICUBIC)
+
+
+@dataclass(frozen=True)
+class SeeingModel:
+    """A folder that the engine loads, and the reference model with the same weights."""
+
+    shape: SeeingShape
+    path: Path
+    model: Any
+
+    @cached_property
+    def processor(self) -> Any:
+        """The reference's processor of images."""
+        name, settings = self.shape.processor
+        return getattr(transformers, name)(**settings)
+
+    @cached_property
+    def whole_processor(self) -> Any:
+        """The reference's processor of texts with images."""
+        vision = self.model.config.vision_config
+        given = {"vision_feature_select_strategy": self.model.config.vision_feature_select_strategy}
+        first = int(vision.model_type == "clip_vision_model")
+        given |= {"patch_size": PATCH, "num_additional_image_tokens": first}
+        return getattr(transformers, self.shape.whole)(self.processor, make_tokenizer(), **given)
+
+    def processed(self, text: str, image: PIL.Image.Image) -> list[int]:
+        """The ids that the reference's processor makes of a text with one "<image>"."""
+        if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
+            found = self.whole_processor(text=text, images=image)["input_ids"]
+            return list(found[0] if isinstance(found[0], list) else found)
+        if self.shape.whole == "Idefics3Processor":
+            rows = self.processor([[image]], return_row_col_info=True)
+            vision, factor = self.model.config.vision_config, self.model.config.scale_factor
+            string = get_image_prompt_string(
+                rows["rows"][0][0], rows["cols"][0][0], (vision.image_size // vision.patch_size // factor) ** 2,
+                "<fake_token_around_image>", "<image>", "<global-img>",
+            )  # fmt: skip
+            return list(make_tokenizer().encode(text.replace("<image>", string)))
+        # One that is made whole has a processor of videos, which needs torchvision.
+        processor: Any = object.__new__(transformers.LlavaOnevisionProcessor)
+        processor.image_processor, processor.image_token = self.processor, "<image>"
+        processor.num_image_tokens, processor.vision_aspect_ratio = (SIDE // PATCH) ** 2, "anyres_max_2"
+        processor.vision_feature_select_strategy = "full"
+        expanded = processor.replace_image_token(self.processor([[image]]), 0)
+        return list(make_tokenizer().encode(text.replace("<image>", expanded)))
+
+    def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
+        """What the reference model is given of a prompt's images."""
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext"))
+        given: Any = [list(images)] if nested else list(images)
+        made = dict(self.processor(given, return_tensors="pt"))
+        return {name: torch.as_tensor(value) for name, value in made.items()}
+
+    def prompt(self, parts: Sequence[int | PIL.Image.Image], info: VisionInfo) -> TokenInput:
+        """Tokens and images as the engine takes them."""
+        cropping = read_cropping(self.path)
+        assert cropping is not None
+        images = [part for part in parts if not isinstance(part, int)]
+        crops = [crop(rgb(image), cropping, alone=len(images) == 1) for image in images]
+        encode, left, given = make_tokenizer().encode, iter(crops), []
+        for part in parts:
+            if isinstance(part, int):
+                given.append(part)
+            else:
+                tiles = next(left).tiles
+                given += [IMAGE] if info.surrounds is None else encode(info.surrounds.text("<image>", tiles))
+        ids, placed = place(given, crops, info)
+        return TokenInput(ids, images=tuple(placed))
+
+
+def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 512) -> SeeingModel:
+    """Build the checkpoint and save it; `length`: tokens of context. Every parameter is random, so that a part which is
+    left out shows."""
+    shape = SHAPES[name]
+    model_class: Any = getattr(transformers, shape.architecture)
+    config = model_class.config_class(
+        text_config=TEXT | shape.text | {"max_position_embeddings": length},
+        vision_config=dict(shape.vision),
+        image_token_id=IMAGE,
+        **shape.own,
+    )
+    config.architectures = [shape.architecture]
+    model = model_class(config)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        fill_randomly(model, seed)
+        model.get_output_embeddings().weight[EOS] *= 2.2
+    model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
+    model.eval().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    made = SeeingModel(shape, folder, model)
+    stored = made.processor.to_dict()
+    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
+    return made
