@@ -313,7 +313,7 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
         ({"forced_bos_token": -1}, "forced_bos_token", "token ids must be from 0 to"),
         ({"forced_bos_token": 1.5}, "forced_bos_token", ""),
         ({"decoder_prompt": [100_000]}, "decoder_prompt", "token ids must be from 0 to"),
-        ({"decoder_prompt": []}, "decoder_prompt", "not empty"),
+        ({"decoder_prompt": []}, "decoder_prompt", "non-empty"),
         ({"decoder_prompt": ["a"]}, "decoder_prompt", "a string or a non-empty list of token ids"),
         ({"decoder_prompt": [5] * 96}, "decoder_prompt", "96 tokens"),
         ({"decoder_prompt": [5] * 500}, "decoder_prompt", "it has 500 tokens"),
