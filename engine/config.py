@@ -94,7 +94,8 @@ class EngineConfig:
         kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens
-            that followed an earlier occurrence of the last tokens; off drafts nothing. Also JSON in vLLM's format, such
+            that followed an earlier occurrence of the last tokens; suffix looks at earlier answers of the same API key,
+            too; off drafts nothing. Also JSON in vLLM's format, such
             as {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time is not 0; off
             on a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.disk.opening import check_kv_disk, open_store
 from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.execution.draft_model import DraftModel
 from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
@@ -47,7 +48,8 @@ from engine.model.checkpoint import ConfigReader, read_config
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.draft_costs import DraftCosts
-from engine.scheduling.drafting import NgramDrafter
+from engine.scheduling.drafting import TextDrafter
+from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
@@ -97,11 +99,16 @@ class Engine:
         self._disk: DiskTier | None = None
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is reported at once
         try:
-            self.executor: Executor = _start(config, read)
+            self._draft_model = _start_draft_model(config, read)
+            self.executor: Executor = _start(
+                config, read, 0 if self._draft_model is None else self._draft_model.page_bytes
+            )
             try:
                 self._prepare(config, read)
             except BaseException:  # a runner in a separate process would keep running
                 self.executor.close()
+                if self._draft_model is not None:
+                    self._draft_model.close()
                 raise
         except BaseException:
             if self._publisher is not None:
@@ -467,6 +474,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if a page leaked or is counted wrongly."""
         self.scheduler.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
 
     def close(self) -> None:
         """Free the model and the pages. The engine cannot be used afterwards."""
@@ -483,27 +492,45 @@ class Engine:
                 self.reset_prefix_cache()
                 self._publisher.close()
             self.executor.close()
+            if self._draft_model is not None:
+                self._draft_model.close()
             del self.executor, self._stepping
 
     def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
         """Enable drafts if they are set or likely to help: if a step waits for memory, a draft costs little.
+        A client's prediction is a reason, too, unless drafts are off by the settings.
 
         Args:
             step_time: limit of a step in seconds, 0 for none. With 0, nothing depends on the clock unless it is
                 requested.
         """
+        settings = SpeculativeConfig()
+        own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:
-            settings = parse_speculative(config.speculative_config)
-        else:
-            settings = SpeculativeConfig(method="ngram" if step_time and device.type == "cpu" else "off")
+            settings, own = parse_speculative(config.speculative_config), True
         if settings.method != "off" and self.scheduler.states is not None:
-            logger.info(
-                "Layers of this model carry a state, which cannot be rolled back: no tokens are drafted "
-                "(--speculative-config)."
-            )
+            if self._draft_model is not None:
+                raise ConfigError(
+                    f"speculative_config: layers of {config.model} carry a state, which cannot be rolled back, so no "
+                    "tokens are drafted. Remove speculative_config."
+                )
+            if own:
+                logger.info(
+                    "Layers of this model carry a state, which cannot be rolled back: no tokens are drafted "
+                    "(--speculative-config)."
+                )
+        elif self._draft_model is not None:
+            info = self.executor.facts.info
+            self._draft_model.join(info)
+            tokenizer = _load_tokenizer(config, info)
+            small = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
+            if tokenizer is not None and small is not None:
+                self._draft_model.check_tokens(info, tokenizer.token_text, small.token_text)
+            self.scheduler.drafter, self.scheduler.draft_costs = self._draft_model, DraftCosts()
         elif settings.method != "off" and "generate" in self.executor.facts.info.tasks:
-            self.scheduler.drafter = NgramDrafter(settings.num_speculative_tokens)
-            self.scheduler.draft_costs = DraftCosts()
+            earlier = EarlierAnswers() if settings.keeps_answers else None
+            self.scheduler.drafter = TextDrafter(settings.num_speculative_tokens, own=own, earlier=earlier)
+            self.scheduler.draft_costs = DraftCosts() if own else None
 
     def _log_start(self, seconds: float) -> None:
         info = self.info
@@ -541,9 +568,14 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(events, topic, config.block_size)
 
 
-def _start(config: EngineConfig, read: ConfigReader) -> Executor:
+def _start_draft_model(config: EngineConfig, read: ConfigReader) -> DraftModel | None:
+    settings = None if config.speculative_config is None else parse_speculative(config.speculative_config)
+    return DraftModel(config, settings, read) if settings is not None and settings.method == "draft_model" else None
+
+
+def _start(config: EngineConfig, read: ConfigReader, beside: int) -> Executor:
     if config.distributed_executor_backend == "uni":
-        return start(config, read)
+        return start(config, read, beside=beside)
     from engine.process.runner import ProcessExecutor  # needs more packages than an engine in one process
 
     return ProcessExecutor(config)

@@ -105,7 +105,7 @@ class Stepping:
         began, self._last_end = max(step.began, self._last_end), step.ended or time.perf_counter()
         seconds = self._last_end - began
         self._scheduler.stats.step_seconds += seconds
-        costs = self._scheduler.draft_costs
+        costs = self._scheduler.draft_costs if self._scheduler.drafting else None
         if self._budget is not None or costs is not None:
             work = StepWork.of(plan)
             if self._budget is not None:

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace, TracebackType
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -210,6 +211,15 @@ class Oracle:
     def __init__(self, simulator: Simulator):
         self._simulator = simulator
         self._answers: dict[str, list[Answer]] = {}
+
+    def prepare(self, wanted: Any, gain: Any) -> bool:
+        return False
+
+    def serves(self, request: Request) -> bool:
+        return True
+
+    def ended(self, request: Request, sequence: Line) -> None:
+        pass
 
     def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
         assert most > 0

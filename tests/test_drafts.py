@@ -38,6 +38,15 @@ class Oracle:
         self._right, self._wrong = right, wrong
         self.asked = 0
 
+    def prepare(self, wanted: Any, gain: Any) -> bool:
+        return False
+
+    def serves(self, request: Request) -> bool:
+        return True
+
+    def ended(self, request: Request, sequence: Line) -> None:
+        pass
+
     def propose(self, request: Request, sequence: Line, most: int) -> tuple[list[int], float]:
         assert request.decoding.num_beams == 1
         choice, tokens = sequence.index, sequence.tokens.view()

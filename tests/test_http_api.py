@@ -168,7 +168,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "allowed_token_ids": [8, 9, 8], "logprob_token_ids": [9, 3],
     }  # fmt: skip
     others = {"structured_outputs", "constraint", "timestamps"}  # elsewhere over HTTP
-    others |= {"reasoning_budget"}  # of conversations alone
+    others |= {"reasoning_budget", "predicted_token_ids"}  # of conversations alone
     others |= {"bad_words", "truncate_prompt_tokens", "detokenize"}  # these end before the engine
     assert {*fields, *others} == set(SamplingParams.__dataclass_fields__)
     api = Api()
@@ -189,6 +189,7 @@ def test_null_and_missing_mean_the_default() -> None:
         "timestamps",
         "detokenize",
         "reasoning_budget",
+        "predicted_token_ids",
     }  # no fields here
     nulls = dict.fromkeys([*fields, "echo", "best_of", "suffix", "stream", "model"])
     answer = api.complete(prompt="a", stream_options=None, **nulls)
@@ -820,7 +821,7 @@ def test_documentation() -> None:
     ):
         assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
-    elsewhere = {"timestamps", "detokenize", "reasoning_budget"}
+    elsewhere = {"timestamps", "detokenize", "reasoning_budget", "predicted_token_ids"}
     assert set(SamplingParams.__dataclass_fields__) - elsewhere <= set(fields)
     assert fields["top_p"]["description"].startswith("keep the smallest set")
 

@@ -84,6 +84,53 @@ class Api:
 # ---------------------------------------------------------------- shapes
 
 
+def drafted(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+    """Of 3 tokens that each step drafts, one is right."""
+    return [replace(d, num_draft_tokens=3, num_accepted_draft_tokens=1) for d in echo(request_id, source, params)]
+
+
+@pytest.mark.parametrize("content", ["abc", [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]])
+def test_a_prediction_goes_to_the_engine_and_is_counted(content: Any) -> None:
+    """In the usage of an answer and of a stream; without a prediction the usage says nothing of drafts."""
+    api = Api(drafted)
+    answer = api.chat(prediction={"type": "content", "content": content})
+    assert "x-octavo-ignored-fields" not in answer.headers
+    details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8}
+    assert answer.json()["usage"]["completion_tokens_details"] == details
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert list(api.asked()[1].predicted_token_ids or ()) == list(b"abc")
+    events = Api(drafted).stream(
+        prediction={"type": "content", "content": content}, stream_options={"include_usage": True}
+    )
+    assert events[-1]["usage"]["completion_tokens_details"] == details
+    plain = Api(drafted)
+    assert "completion_tokens_details" not in plain.chat().json()["usage"]
+    assert plain.asked()[1].predicted_token_ids is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("abc", "prediction"),
+        ({"type": "text", "content": "abc"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": []}, "prediction.content"),
+        ({"type": "content", "content": ["a", 5]}, "prediction.content[0]"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0]"),
+    ],
+)
+def test_a_wrong_prediction_is_named(prediction: Any, param: str) -> None:
+    answer = Api().chat(prediction=prediction)
+    assert answer.status_code == 400
+    assert error(answer)["param"] == param
+
+
+def test_a_prediction_is_cut_at_the_context_length() -> None:
+    api = Api()
+    assert api.chat(prediction={"type": "content", "content": "a" * 100}).status_code == 200
+    assert len(api.asked()[1].predicted_token_ids or ()) == 64
+
+
 def test_an_answer_has_openais_shape() -> None:
     body = Api().chat(model="org/fake").json()
     assert body.pop("id").startswith("chatcmpl-")
@@ -286,7 +333,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }  # fmt: skip
     # `bad_words` become ids, and prompts are cut, before the engine is asked.
     elsewhere = {"structured_outputs", "constraint", "timestamps", "bad_words", "truncate_prompt_tokens", "detokenize"}
-    elsewhere |= {"reasoning_budget"}  # test_http_reasoning_budget.py
+    elsewhere |= {"reasoning_budget", "predicted_token_ids"}  # test_http_reasoning_budget.py; from `prediction`
     assert {*fields, "logprobs", *elsewhere} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200

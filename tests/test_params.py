@@ -98,6 +98,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("allowed_token_ids", [], ("at least one",)),
     ("allowed_token_ids", [-1], ("at least 0", "-1")),
     ("allowed_token_ids", 5, ("a list", "5")),
+    ("predicted_token_ids", [-1], ("at least 0", "-1")),
     ("bad_words_ids", [5], ("a list", "5")),
     ("bad_words_ids", "12", ("a list", "'12'")),
     ("bad_words_ids", [[1], []], ("at least one", "[]")),

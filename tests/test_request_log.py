@@ -52,6 +52,15 @@ def app(script: Script, **settings: Any) -> Api:
     return api
 
 
+def test_drafted_tokens_are_in_the_line() -> None:
+    def drafting(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+        deltas = say(request_id, ["abc"], params)
+        return [replace(delta, num_draft_tokens=5, num_accepted_draft_tokens=2) for delta in deltas]
+
+    logged = line(lambda: Api(drafting).request("POST", "/v1/completions", json={"prompt": "a"}))
+    assert (logged["draft_tokens"], logged["accepted_draft_tokens"]) == (15, 6)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_is_answered(stream: bool) -> None:
     api = Api(timed)

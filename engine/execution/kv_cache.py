@@ -194,17 +194,19 @@ def count_blocks(
     max_encoder_len: int | None = None,
     reserved: int = 0,
     available: int | None = None,
+    beside: int = 0,
     states: int = 0,
 ) -> int:
     """The number of pages to allocate: what memory allows, and at most what max_num_seqs sequences of max_model_len
     tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format; `reserved` bytes of
     the memory that is free now are for other things; `available` are for pages, if that was measured
-    (`engine.execution.profiling`); `states` of the memory for pages are for state slots.
+    (`engine.execution.profiling`); `states` of the memory for pages are for state slots; `beside` bytes are
+    another model's for each page.
 
     Raises:
         ConfigError: there is no room for a single page.
     """
-    size = page_bytes(shapes, config.block_size, dtype)
+    size = page_bytes(shapes, config.block_size, dtype) + beside
     useful = config.most_seqs * sum(math.ceil(n / config.block_size) for n in (max_model_len, max_encoder_len or 0))
     if config.num_gpu_blocks_override is not None:
         blocks = min(config.num_gpu_blocks_override, useful)

@@ -67,7 +67,7 @@ class Needs:
 
 
 def allocate_pages(
-    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, *, max_rows: int, graphs: bool
+    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, *, max_rows: int, graphs: bool, beside: int = 0
 ) -> int:
     """Give a runner its pages in place of its few initial ones; returns their number.
 
@@ -77,6 +77,7 @@ def allocate_pages(
         dtype: the pages' format.
         max_rows: maximum rows of a step.
         graphs: whether decoding steps will be recorded.
+        beside: bytes that another model takes for each page.
 
     Raises:
         ConfigError: there is no room for a single page, or less memory than is needed without pages.
@@ -89,12 +90,22 @@ def allocate_pages(
     if memory is not None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
         needs = measure_needs(runner, memory, config.max_num_batched_tokens, max_rows, graphs=graphs)
         available = needs.left(config.gpu_memory_utilization)
-        _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows, device)
+        _check_room(
+            config, needs, page_bytes(shapes, config.block_size, dtype) + beside, model.max_model_len, max_rows, device
+        )
     sizes = model.spec.state_sizes
     slots = count_slots(config, sizes, *cache_memory(config, device, available=available))
     states = (slots + 1) * slot_bytes(sizes)
     count = count_blocks(
-        config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available, states=states
+        config,
+        shapes,
+        longest,
+        dtype,
+        device,
+        max_encoder_len=encoder,
+        available=available,
+        states=states,
+        beside=beside,
     )
     runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
     if sizes:

@@ -93,10 +93,11 @@ class Resolved:
     vision: VisionInfo | None
 
 
-def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecutor:
+def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int = 0) -> LocalExecutor:
     """Load a model in this process.
 
     Args:
+        beside: bytes that another model takes for each page of this one.
         read: the same argument as in `engine.model.checkpoint.read_config`.
 
     Raises:
@@ -114,7 +115,7 @@ def start(config: EngineConfig, read: ConfigReader = read_config) -> LocalExecut
     with explained(config.model), gpu.current(device):
         use_threads(config)
         resolved = resolve(config, device, read)
-        return prepare(resolved, load(resolved))
+        return prepare(resolved, load(resolved), beside=beside)
 
 
 def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = read_config) -> Resolved:
@@ -231,15 +232,18 @@ def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
     )
 
 
-def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
-    """Give the runner its pages, measure steps, and record decoding steps if possible."""
+def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> LocalExecutor:
+    """Give the runner its pages, measure steps, and record decoding steps if possible. `beside`: bytes that another
+    model takes for each page."""
     config, model, backend = resolved.config, runner.model, resolved.backend
     spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
     if config.flash_prefill:  # before memory is measured: a step with it takes more
         use_flash(model, backend, resolved.cache_dtype, config.block_size, config.max_num_batched_tokens)
     if spec.decoder is not None:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
-        num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)
+        num_blocks = allocate_pages(
+            runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded, beside=beside
+        )
     costs, measured = Costs(), Measured()
     if config.max_step_time == 0 and resolved.device.type == "cpu":  # nothing depends on the cost of steps
         trial(runner)

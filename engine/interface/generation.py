@@ -299,6 +299,7 @@ def resolve(
         ("logprob_token_ids", params.logprob_token_ids or ()),
         ("bad_words_ids", [i for word in params.bad_words_ids or () for i in word]),
         ("reasoning_budget", () if params.reasoning_budget is None else params.reasoning_budget.ids),
+        ("predicted_token_ids", params.predicted_token_ids or ()),
         ("forced_bos_token_id", (params.forced_bos_token_id,)),
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
     ):
@@ -314,6 +315,7 @@ def resolve(
     return Decoding(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
+        prediction=tuple(params.predicted_token_ids or ()),
         **(numbers | {"temperature": numbers["temperature"] if sampled or params.temperature else 0.0}),
         seed=random_seed if params.seed is None else params.seed,
         n=params.n,

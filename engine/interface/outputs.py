@@ -170,6 +170,7 @@ class RequestDelta:
         scheduled_time: when a step first had room for the request, in `time.monotonic()` seconds, which all processes
             of a machine share; in the delta of its first sample, and on failure.
         first_token_time: when that sample was known; for beams, before its token is certain.
+        num_draft_tokens, num_accepted_draft_tokens: tokens that the step drafted for the request, and those that came.
     """
 
     request_id: str
@@ -182,6 +183,8 @@ class RequestDelta:
     beams: BeamMoves | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # equal results at different times are equal
     first_token_time: float | None = field(default=None, compare=False)
+    num_draft_tokens: int = field(default=0, compare=False)  # nor does the news depend on the step that computed it
+    num_accepted_draft_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,8 +258,8 @@ class EngineStats:
     requests found again; `prompt_tokens_cached` does not. `num_encoder_hits` counts how often a request found its
     encoder input already encoded. `num_steps_ahead` counts steps that were planned before the previous step's result
     was known. `num_draft_tokens` counts tokens that were drafted and computed, `num_accepted_draft_tokens` the drafts
-    that were right. `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` messages that were not
-    sent live.
+    that were right; `drafted_at`, `accepted_at` count them by their position in the drafts of a sequence.
+    `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` messages that were not sent live.
     `disk_pages_written`, `disk_pages_read` count pages that moved between memory and `kv_disk`, `disk_pages_dropped`
     evicted ones that could not be written, `disk_hits` requests that got pages from there, and `disk_errors` damaged
     files and failed reads and writes; `disk_bytes` are those of all pages in the folder.
@@ -286,6 +289,8 @@ class EngineStats:
     num_page_copies: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
     num_encoder_runs: int = 0
     num_encoder_hits: int = 0
     num_finished: int = 0

@@ -47,6 +47,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PREDICTED = 1 << 20
 
 # The numeric fields of `SamplingParams`; those of the sampling table are declared there.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
@@ -246,6 +247,8 @@ class SamplingParams:
         detokenize: convert the answer to text. False: texts are empty, and stop strings are not allowed.
         timestamps: speech models only: add the times of the spoken text to the answer, as tokens, by the rules of
             Whisper (arXiv:2212.04356).
+        predicted_token_ids: token ids that the answer is expected to repeat, at most 1048576. They change only its
+            speed: they are a source of draft tokens.
     """
 
     max_tokens: int | None = None
@@ -301,6 +304,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     timestamps: bool = False
+    predicted_token_ids: Sequence[int] | None = None
 
     @property
     def uses_dry(self) -> bool:
@@ -327,6 +331,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             fail("allowed_token_ids", "allowed_token_ids must hold at least one token id; leave it out to allow all.")
         check_words("bad_words_ids", self.bad_words_ids)
+        check_ids("predicted_token_ids", self.predicted_token_ids, most=MAX_PREDICTED)
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
@@ -461,7 +466,7 @@ class Decoding:
     `stop_ids` contains every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids; `eos_ids`
     contains only the model's EOS, which `min_length` bans. `constraint` is in its initial state, and sequences have
     forks of it. With `distinct_ends`, a beam that may end does so with the most probable of its possible end tokens,
-    because others would give the same answer again.
+    because others would give the same answer again. `prediction` holds tokens that the answer may repeat.
     """
 
     max_tokens: int
@@ -502,6 +507,7 @@ class Decoding:
     stream_beams: bool = False
     constraint: Constraint | None = None
     distinct_ends: bool = False
+    prediction: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:

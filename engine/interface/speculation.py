@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.interface.json_settings import decoded
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "off")
+METHODS = ("ngram", "suffix", "draft_model", "off")
 MOST_DRAFTS = 32
 
 
@@ -18,26 +18,50 @@ class SpeculativeConfig:
     """How tokens are drafted.
 
     Attributes:
-        method: ngram or suffix: the tokens that followed the longest earlier occurrence of the last tokens, in the
-            prompt or the answer. off: none.
+        method: ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the
+            answer. suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally
+            long occurrences vote on each token. draft_model: the tokens of a small model. off: none.
+        model: the folder, file or hub id of the small model.
         num_speculative_tokens: maximum drafts of a sequence in a step.
+        suffix_decoding_max_cached_requests: 0: earlier answers are not kept. Otherwise as many are kept as there is
+            room for.
     """
 
-    method: Literal["ngram", "suffix", "off"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "off"] = "ngram"
+    model: str | None = None
     num_speculative_tokens: int = 8
+    suffix_decoding_max_cached_requests: int = -1
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Earlier answers are a source of drafts."""
+        return self.method == "suffix" and self.suffix_decoding_max_cached_requests != 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {self.method!r}.")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(
+                f"{NAME}: model names the draft model of the method draft_model, got method {self.method!r} and model "
+                f"{self.model!r}."
+            )
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"{NAME}: model must be a folder, a file or a hub id, got {self.model!r}.")
         number = self.num_speculative_tokens
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_DRAFTS:
             raise ConfigError(
                 f"{NAME}: num_speculative_tokens must be an integer from 1 to {MOST_DRAFTS}, got {number!r}."
             )
+        kept = self.suffix_decoding_max_cached_requests
+        if isinstance(kept, bool) or not isinstance(kept, int):
+            raise ConfigError(f"{NAME}: suffix_decoding_max_cached_requests must be an integer, got {kept!r}.")
 
 
-_WITHOUT_EFFECT = ("prompt_lookup_min", "prompt_lookup_max")
-"""vLLM's fields that do not change answers: Octavo always uses the longest match."""
+_WITHOUT_EFFECT = (
+    "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)  # fmt: skip
+"""vLLM's fields that do not change answers: Octavo always uses the longest match, and learns how sure it is."""
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:
@@ -47,10 +71,13 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
         ConfigError: it is none of these, or a setting in it is unknown or out of range.
     """
     if isinstance(given, str) and not given.lstrip().startswith("{"):
-        if given not in METHODS:
-            raise ConfigError(f"{NAME} must be {', '.join(METHODS)} or a JSON object, got {given!r}.")
+        alone = [method for method in METHODS if method != "draft_model"]
+        if given not in alone:
+            raise ConfigError(f"{NAME} must be {', '.join(alone)} or a JSON object, got {given!r}.")
         given = {"method": given}
     values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
+    if "model" in values:
+        values.setdefault("method", "draft_model")
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:

@@ -76,14 +76,14 @@ def check_number(name: str, value: Any, allowed: NumberRange) -> None:
         fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {brief(value)}.")
 
 
-def check_ids(name: str, value: Any) -> None:
+def check_ids(name: str, value: Any, *, most: int = MAX_LISTED_IDS) -> None:
     """Check a list of token ids and its length. None is allowed."""
     if value is None:
         return
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         fail(name, f"{name} must be a list of token ids, got {brief(value)}.")
-    if len(value) > MAX_LISTED_IDS:
-        fail(name, f"{name} may have at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
+    if len(value) > most:
+        fail(name, f"{name} may have at most {most} token ids, got {len(value)}.")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
             fail(name, f"{name} must hold token ids ({IDS}), got {brief(token)}.")

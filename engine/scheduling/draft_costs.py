@@ -92,3 +92,31 @@ class DraftGain:
         """Count this draft as part of the step."""
         self._tokens += 1
         self._expected += probability
+
+
+class DraftPlaces:
+    """Counts of drafted tokens by their position in the drafts of a sequence."""
+
+    def __init__(self) -> None:
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """A sequence had so many drafts, of which the first ones were right."""
+        missing = drafted - len(self._drafted)
+        if missing > 0:
+            self._drafted += [0] * missing
+            self._accepted += [0] * missing
+        for place in range(drafted):
+            self._drafted[place] += 1
+            self._accepted[place] += place < accepted
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """Tokens that were drafted at each position."""
+        return tuple(self._drafted)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Those of them that were right."""
+        return tuple(self._accepted)

@@ -14,12 +14,31 @@ from engine.interface.constraints import Constraint, Forcing
 from engine.interface.request import Request
 from engine.interface.sampling_table import mask_words
 from engine.scheduling.draft_costs import DraftGain
-from engine.scheduling.ngram import Drafting
+from engine.scheduling.earlier_answers import EarlierAnswers
+from engine.scheduling.ngram import Drafting, NgramIndex, Prediction
 from engine.scheduling.sequence import Sequence, SequenceGroup
+
+# Drafts that are right less often are left out, where costs have no say, too.
+_HOPELESS = 0.1
+
+
+Wanted = tuple[SequenceGroup, Sequence, int]
+"""A sequence that may have so many drafts."""
 
 
 class Drafter(Protocol):
-    """The source of expected tokens: a small model, or the tokens of the prompt."""
+    """The source of expected tokens: a small model, or known texts."""
+
+    def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
+        """Find the drafts of all sequences that a step may draft for; whether that took time that does not depend on
+        their number.
+
+        Args:
+            gain: of the step. It is the caller's own copy.
+        """
+
+    def serves(self, request: Request) -> bool:
+        """It may have drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token, the
@@ -30,22 +49,54 @@ class Drafter(Protocol):
             most: the maximum number of tokens that are used.
         """
 
+    def ended(self, request: Request, sequence: Sequence) -> None:
+        """An answer to the request has ended."""
 
-class NgramDrafter:
-    """Drafts from each sequence's own tokens (`engine.scheduling.ngram`).
+
+class TextDrafter:
+    """Drafts from known texts (`engine.scheduling.ngram`).
 
     Args:
         most: maximum drafts of a sequence in a step.
+        own: each sequence's own tokens are among the texts. Otherwise only requests with a prediction have drafts.
+        earlier: answers that ended are kept here, and are among the texts of later requests of the same scope.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, *, own: bool = True, earlier: EarlierAnswers | None = None):
         self._most = most
+        self._own = own
+        self._earlier = earlier
+
+    def serves(self, request: Request) -> bool:
+        """Each request has its own tokens."""
+        return self._own or bool(request.decoding.prediction)
+
+    def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
+        """Known texts need no preparation."""
+        return False
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """The tokens that followed the longest earlier occurrence of the last tokens."""
         if not isinstance(sequence.drafting, Drafting):
-            sequence.drafting = Drafting()
-        return sequence.drafting.guess(sequence.tokens.view(), min(most, self._most))
+            sequence.drafting = self._begin(request, sequence)
+        if self._earlier is not None:
+            sequence.drafting.earlier = self._earlier.of(request)
+        guess, rate = sequence.drafting.guess(sequence.tokens.view(), min(most, self._most))
+        return (guess, rate) if rate > _HOPELESS else ((), rate)
+
+    def _begin(self, request: Request, sequence: Sequence) -> Drafting:
+        predicted = request.decoding.prediction
+        return Drafting(
+            index=NgramIndex() if self._own else None,
+            prediction=Prediction(np.array(predicted, dtype=np.int32)) if predicted else None,
+            answer_at=sequence.num_prompt,
+            votes=self._earlier is not None,
+        )
+
+    def ended(self, request: Request, sequence: Sequence) -> None:
+        """Keep the answer for later requests, if that is set."""
+        if self._earlier is not None:
+            self._earlier.add(request, sequence.tokens.view(sequence.num_prompt))
 
 
 def drafts_of(

@@ -29,8 +29,8 @@ from engine.scheduling.apply import (
 from engine.scheduling.batch import LastStep, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
-from engine.scheduling.draft_costs import DraftCosts, DraftGain
-from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
+from engine.scheduling.draft_costs import DraftCosts, DraftGain, DraftPlaces
+from engine.scheduling.drafting import Drafter, Wanted, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.image_work import ImageWork
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
@@ -59,6 +59,7 @@ class Scheduler:
     Attributes:
         drafter: predicts tokens of decoding sequences, so that a step may check several; None: no drafts.
         draft_costs: decides how many of its drafts a step has; None: all that fit.
+        drafting: whether the drafter served a request that ran when the last step was planned.
         drafts_forced_tokens: whether one step takes several tokens each of which is the only one that a constraint
             allows.
         events: what the prefix cache gains and loses, if that is reported (`record_events`).
@@ -81,6 +82,8 @@ class Scheduler:
         self.drafter = drafter
         self.draft_costs: DraftCosts | None = None
         self.drafts_forced_tokens = True
+        self._draft_places = DraftPlaces()
+        self.drafting = False
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -231,15 +234,16 @@ class Scheduler:
     def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
         step = Step(self.config.max_num_batched_tokens, ahead=ahead)
-        if self.drafter is not None or (
-            self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)
-        ):
+        self.drafting = self.drafter is not None and any(map(self._drafts_for, self._running))
+        if self.drafting or (self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)):
             step.limit = limit() if callable(limit) else limit
             self._leave_for_drafts(step)
+            if self.drafting:
+                self._prepare_drafts(step)
         chunked = []
         for group in list(self._running):
             if group.status is not Status.RUNNING or (
-                ahead and not group.may_run_ahead(drafting=self.drafter is not None)
+                ahead and not group.may_run_ahead(drafting=self._drafts_for(group))
             ):
                 continue  # preempted for an older group, or needs an answer first
             work = group.work()
@@ -296,7 +300,7 @@ class Scheduler:
             outcome = apply_candidates(group, answer, places, group in with_prompt_logprobs)
             if drafted:
                 for row, count in drafted.get(group, ()):
-                    self._keep(row, count - 1)
+                    self._keep(row, count - 1, outcome.delta)
             delta = outcome.delta
             about_prompt = not group.started or delta.prompt_logprobs is not None
             if delta.choices or delta.finished or about_prompt or delta.beams is not None:
@@ -309,11 +313,13 @@ class Scheduler:
                 self._apply(row.group, ending)
         return self.take_outbox(deltas)
 
-    def _keep(self, row: Row, count: int) -> None:
+    def _keep(self, row: Row, count: int, delta: RequestDelta) -> None:
         """Count this many of a row's drafts as computed, as far as its answer goes: they were right."""
         count = min(count, row.sequence.num_tokens - row.start - 1)
-        self.stats.num_draft_tokens += len(row.drafts)
-        self.stats.num_accepted_draft_tokens += count
+        for counted in (self.stats, delta):
+            counted.num_draft_tokens += len(row.drafts)
+            counted.num_accepted_draft_tokens += count
+        self._draft_places.count(len(row.drafts), count)
         self._tables.advance([row.keeping(count)])
         self._tables.truncate(row.sequence)
 
@@ -436,6 +442,9 @@ class Scheduler:
         if rows and (self.states is None or self._take_states(step, group, rows, self.states)):
             step.take(group, rows)
 
+    def _drafts_for(self, group: SequenceGroup) -> bool:
+        return self.drafter is not None and self.drafter.serves(group.request)
+
     def _leave_for_drafts(self, step: Step) -> None:
         """Tokens and pages that may be used for drafts: running rows get theirs first, and prompts as many tokens."""
         tokens = min(step.budget, step.limit.tokens)
@@ -444,6 +453,24 @@ class Scheduler:
         step.gain = DraftGain(self.draft_costs, rows)
         sequences = [sequence for group in self._running for sequence in group.sequences]
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
+
+    def _prepare_drafts(self, step: Step) -> None:
+        """Let the drafter find drafts for all sequences that may have some."""
+        wanted: list[Wanted] = []
+        for group in self._running:
+            if not (group.started and group.beam is None and group.fork_point is None and self._drafts_for(group)):
+                continue
+            if step.ahead and not group.may_run_ahead(drafting=True):
+                continue
+            if any(count != 1 for _, count in group.work()):
+                continue
+            for sequence in group.sequences:
+                most = min(step.num_drafts, group.request.decoding.max_tokens - 1 - sequence.num_output)
+                if most > 0:
+                    wanted.append((group, sequence, most))
+        assert self.drafter is not None
+        if self.drafter.prepare(wanted, DraftGain(self.draft_costs, sum(group.rows for group in self._running))):
+            self.drafting = False  # the time of this step says nothing of the cost of a draft
 
     def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:
         """The rows of a decoding group with drafts, if there is room: no running request gives up anything for them."""
@@ -454,7 +481,7 @@ class Scheduler:
                 drafts = forced_drafts(row.group, row.sequence, left)
                 for _ in drafts:
                     step.gain.count(1.0)
-            if not drafts and self.drafter is not None and step.gain.is_worth(1.0):
+            if not drafts and self.drafter is not None and self._drafts_for(row.group) and step.gain.is_worth(1.0):
                 drafts = drafts_of(self.drafter, row.group, row.sequence, left, step.gain)
             drafted.append(row.drafting(drafts) if drafts else row)
             left -= len(drafts)
@@ -577,6 +604,7 @@ class Scheduler:
         for child, parent in outcome.forks:
             self._tables.share(child, parent)
         for sequence in outcome.dropped:
+            self._ended(group, sequence)
             self._tables.release(sequence)
         group.sequences = outcome.live
         group.started = True
@@ -622,9 +650,16 @@ class Scheduler:
         else:
             self._num_restoring -= 1
         self._encoder_cache.finish(group)
+        for sequence in group.sequences:
+            self._ended(group, sequence)
         group.status = Status.FINISHED
         group.sequences = []
         del self._groups[group.request.request_id]
+
+    def _ended(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Let the drafter know an answer that has ended."""
+        if self.drafter is not None and group.beam is None and group.request.pooling is None:
+            self.drafter.ended(group.request, sequence)
 
     def _expire(self) -> None:
         now = time.monotonic() if self._deadlines else 0.0
@@ -638,6 +673,7 @@ class Scheduler:
         stats, pool = self.stats, self.pool
         stats.num_running, stats.num_waiting = len(self._running), len(self._waiting) + self._num_restoring
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
+        stats.drafted_at, stats.accepted_at = self._draft_places.drafted, self._draft_places.accepted
         stats.peak_pages_held, stats.lacks_room = pool.peak_held, self._waiting.lacks_room
         return stats
 

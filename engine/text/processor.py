@@ -113,6 +113,7 @@ class OutputProcessor:
     Attributes:
         prompt_logprobs: as in `RequestDelta`, with `decoded_token` filled in, once they are known.
         num_cached_tokens: as in `RequestDelta`.
+        num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all deltas.
         error: why the request failed, if it did.
     """
 
@@ -144,7 +145,7 @@ class OutputProcessor:
             for index in range(params.n)
         ]
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self.error: str | None = None
 
     @property
@@ -165,6 +166,8 @@ class OutputProcessor:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None if entry is None else self._describe(entry) for entry in delta.prompt_logprobs]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_draft_tokens += delta.num_draft_tokens
+        self.num_accepted_draft_tokens += delta.num_accepted_draft_tokens
         self.error = delta.error or self.error
         news = [
             self._choices[item.index].process(item)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from engine import CHAT_ROOM, room_for_answer
 from engine.text.pictures import Pictures
+from server.admission import estimate_tokens
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
 from server.answering.enforcing import enforce
@@ -14,6 +15,7 @@ from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.parsed_chat import ParsedChatPieces
 from server.answering.parsing import Parsing
 from server.answering.pieces import Choice
+from server.answering.prediction import encode_prediction, read_prediction
 from server.answering.prompt import MAX_TOKENIZED, Prompt, Room
 from server.answering.reading import Ignored
 from server.answering.rendering import Rendering, read_rendering
@@ -50,6 +52,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
     Attributes:
         ignored: names of fields of the endpoint's own shape that the chat request lacks.
         pictures: the images in the messages; None: the model reads none.
+        prediction: a text that the answer is expected to repeat.
         lowered: whether the prompt leaves less room than max_tokens; the answer gets the room that is left.
     """
 
@@ -59,6 +62,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
+    prediction: str | None = field(default=None, kw_only=True)
     ignored: Ignored = field(default_factory=Ignored, kw_only=True)
     pictures: Pictures | None = field(default=None, kw_only=True)
     parsing: Parsing | None = None
@@ -85,6 +89,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
             service.chat_images.check_count(pictures)
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         rendering = read_rendering(body, tools)
+        prediction = read_prediction(body.prediction)
         return cls(
             service,
             body,
@@ -93,12 +98,15 @@ class ConversationRun(Run[ChatPiece, Choice]):
             messages=messages,
             rendering=rendering,
             tools=tools,
+            prediction=prediction,
             pictures=pictures,
             **more,
         )
 
     def size(self) -> tuple[int, int]:
         tokens = estimate_messages(self.messages) + self.rendering.num_tokens
+        if self.prediction:
+            tokens += estimate_tokens(self.prediction)
         if self.pictures is not None and self.service.chat_images is not None:
             tokens += len(self.pictures.images) * self.service.chat_images.most_tokens
         return 1, min(tokens, self.service.client.info.max_model_len)
@@ -110,6 +118,9 @@ class ConversationRun(Run[ChatPiece, Choice]):
         longest = self.service.client.info.max_model_len
         room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
         prompt = await self.rendered(room)
+        if self.prediction and self.service.tokenizer is not None:
+            ids = await encode_prediction(self.service.tokenizer, self.prediction, longest)
+            self.shape = replace(self.shape, params=replace(self.shape.params, predicted_token_ids=ids))
         if truncation is not None:
             kept = truncation.ids(prompt.token_ids)
             if prompt.images and len(kept) < len(prompt.token_ids):

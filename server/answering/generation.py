@@ -40,6 +40,7 @@ class Update:
         choices: its answers with new results, one item each.
         prompt_logprobs: as in `RequestDelta`, with texts, once known.
         num_cached_tokens: as in `RequestDelta`.
+        num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all steps so far.
         beams: the decisions of each step of a beam search, if the stream reports them.
     """
 
@@ -47,6 +48,8 @@ class Update:
     choices: Sequence[ChoiceText]
     prompt_logprobs: list[TokenLogprobs | None] | None
     num_cached_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     beams: Sequence[BeamMoves] = ()
 
 
@@ -191,6 +194,8 @@ class Generation:
                 beams=beams.get(index, ()),
                 prompt_logprobs=self._runs[index].processor.prompt_logprobs,
                 num_cached_tokens=self._runs[index].processor.num_cached_tokens,
+                num_draft_tokens=self._runs[index].processor.num_draft_tokens,
+                num_accepted_draft_tokens=self._runs[index].processor.num_accepted_draft_tokens,
             )
             for index in {**pending, **beams}
         ]

@@ -40,12 +40,15 @@ class RequestUsage:
 
     Attributes:
         finish_reasons: why each answer ended; None while it runs.
+        draft_tokens, accepted_draft_tokens: drafted tokens, and those of them that came.
         first_token: the time of the first token of any answer, in seconds of `time.monotonic()`.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     finish_reasons: list[str | None]
     first_token: float | None
 
@@ -163,6 +166,8 @@ class RequestRecord:
             prompt_tokens=sum(times.num_prompt for times in self._times),
             cached_tokens=sum(times.num_cached for times in self._times),
             completion_tokens=sum(sum(times.generated) for times in self._times),
+            draft_tokens=sum(times.num_drafted for times in self._times),
+            accepted_draft_tokens=sum(times.num_accepted for times in self._times),
             finish_reasons=[reason for times in self._times for reason in times.reasons],
             first_token=min(first, default=None),
         )
@@ -189,6 +194,8 @@ class RequestRecord:
             "finish_reasons": usage.finish_reasons,
             **self._seconds(usage.completion_tokens),
         }  # fmt: skip
+        if usage.draft_tokens:
+            facts["draft_tokens"], facts["accepted_draft_tokens"] = usage.draft_tokens, usage.accepted_draft_tokens
         if self.ignored is not None:
             facts["ignored"] = self.ignored
         if self.log_prompts:

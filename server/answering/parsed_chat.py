@@ -58,7 +58,9 @@ class ParsedChatPieces(ChatPieces):
         if self.parsing.reasoning_ends_with is not None:
             read = self._choices_read.values()
             tokens = sum(choice.reasoning_tokens for choice in read if choice.parser.reasoned)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=tokens)
+            details = usage.completion_tokens_details or CompletionTokensDetails()
+            details.reasoning_tokens = tokens
+            usage.completion_tokens_details = details
         return usage
 
     @property

@@ -17,7 +17,7 @@ from engine import SamplingParams, TokenLogprobs
 from engine.text.processor import ChoiceText, Tokenizer
 from server.answering.generation import Update
 from server.answering.prompt import Prompt
-from server.api.schemas import BeamMove, BeamStep, LiveBeams, PromptTokensDetails, Usage
+from server.api.schemas import BeamMove, BeamStep, CompletionTokensDetails, LiveBeams, PromptTokensDetails, Usage
 
 LOWEST_LOGPROB = -9999.0  # minus infinity, which JSON cannot express
 
@@ -67,6 +67,7 @@ class PieceMaker(ABC, Generic[Piece]):
     tokenizer: Tokenizer | None
     completion_tokens: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
+    _drafted: dict[int, tuple[int, int]] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
 
     @abstractmethod
@@ -95,6 +96,7 @@ class PieceMaker(ABC, Generic[Piece]):
     def _choices(self, update: Update) -> Iterator[tuple[ChoiceText, int, bool]]:
         """The choices with updates, with their index in the whole request, and whether the update is their first."""
         self._cached[update.prompt_index] = update.num_cached_tokens
+        self._drafted[update.prompt_index] = update.num_draft_tokens, update.num_accepted_draft_tokens
         for choice in map(_nothing_of, update.choices) if self.shape.prompt_only else update.choices:
             self.completion_tokens += len(choice.token_ids)
             index = update.prompt_index * self.shape.params.n + choice.index
@@ -118,12 +120,19 @@ class PieceMaker(ABC, Generic[Piece]):
     def usage(self) -> Usage:
         """The tokens so far."""
         prompt_tokens = sum(prompt.num_tokens for prompt in self.prompts)
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
         )
+        if self.shape.params.predicted_token_ids is not None:
+            drafted = sum(drafted for drafted, _ in self._drafted.values())
+            accepted = sum(accepted for _, accepted in self._drafted.values())
+            usage.completion_tokens_details = CompletionTokensDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+            )
+        return usage
 
     def prompt_fields(self, update: Update) -> dict[str, Any]:
         """The facts about the prompt in a choice's first piece, if requested."""

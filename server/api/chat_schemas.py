@@ -59,6 +59,17 @@ _MESSAGES_SCHEMA = {
 }
 # Checked by `server.answering.messages.read_messages`, whose errors name the wrong message.
 Messages = Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES_SCHEMA)]
+# Checked by `server.answering.prediction.read_prediction`.
+Prediction = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"type": {"const": "content"}, "content": _CONTENT_SCHEMA},
+            "required": ["type", "content"],
+        }
+    ),
+]
 
 
 class ChatCompletionRequest(TemplateFields, GenerationBody):
@@ -85,6 +96,11 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several function calls in one answer (true).")
     reasoning_budget: ReasoningBudget = None
+    prediction: Prediction | None = Field(
+        None,
+        description="A text that much of the answer is expected to repeat, such as a file that is edited. It makes the "
+        "answer faster and changes nothing else.",
+    )
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if it has the same role."
     )

@@ -332,7 +332,10 @@ _JSON_TYPES: dict[str, Any] = {
 
 
 # Fields that bodies have in another form or lack.
-ELSEWHERE = ("reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize")
+ELSEWHERE = (
+    "reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize",
+    "predicted_token_ids",
+)  # fmt: skip
 # For these fields -1 means the maximum, as in vLLM.
 COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
 

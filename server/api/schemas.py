@@ -207,9 +207,13 @@ class Timings(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Part of `Usage`, for models with a reasoning parser: reasoning tokens, including the markers."""
+    """Part of `Usage`: reasoning tokens, including the markers, for models with a reasoning parser. For requests with a
+    `prediction`: drafted tokens that the answer has, and those that it does not have. The latter are not among the
+    completion tokens."""
 
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -30,8 +31,12 @@ _COUNTERS = (
     ("encoder_hits", "Requests whose encoder input was encoded already, also when they resume.", "num_encoder_hits"),
     ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
     ("steps", "Engine steps.", "num_steps"),
-    ("draft_tokens", "Tokens that were drafted, those that a grammar forces included.", "num_draft_tokens"),
-    ("accepted_draft_tokens", "Drafted tokens that were accepted.", "num_accepted_draft_tokens"),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens that were drafted, those that a grammar forces included.",
+        "num_draft_tokens",
+    ),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "num_accepted_draft_tokens"),
     ("kv_disk_pages_written", "Pages of the KV cache written to kv_disk.", "disk_pages_written"),
     ("kv_disk_pages_read", "Pages of the KV cache read back from kv_disk.", "disk_pages_read"),
     ("kv_disk_pages_dropped", "Evicted pages that could not be written to kv_disk.", "disk_pages_dropped"),
@@ -40,6 +45,10 @@ _COUNTERS = (
     ("kv_event_messages", "Messages about pages that are kept or dropped.", "num_kv_event_messages"),
     ("kv_event_drops", "Messages about pages that subscribers can get only by replay.", "num_kv_event_drops"),
 )
+_DRAFTS_AT = {
+    "drafted_at": ("spec_decode_num_draft_tokens_per_pos", "Drafted tokens by their position in the drafts."),
+    "accepted_at": ("spec_decode_num_accepted_tokens_per_pos", "Those of them that turned out right."),
+}
 
 
 class EngineMetrics(Collector):
@@ -60,6 +69,7 @@ class EngineMetrics(Collector):
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
         self._client = client
         self._base = dict.fromkeys((field for _, _, field in _COUNTERS), 0)
+        self._base_at: dict[str, list[int]] = {field: [] for field in _DRAFTS_AT}
         self._latest = client.stats() if client.is_alive else EngineStats()
         self._restarts = client.num_restarts
         self.also_waiting: Callable[[], int] = lambda: 0
@@ -89,6 +99,7 @@ class EngineMetrics(Collector):
             self._restarts = self._client.num_restarts
             for field in self._base:
                 self._base[field] += getattr(self._latest, field)
+            self._base_at = {field: self._at(field) for field in _DRAFTS_AT}
             self._latest = EngineStats()
         previous, self._latest = self._latest, stats
         return previous
@@ -105,8 +116,24 @@ class EngineMetrics(Collector):
         for name, text, field in _COUNTERS:
             value = self._base[field] + getattr(self._latest, field)
             yield CounterMetricFamily(f"octavo_{name}", text, value=value)
+        yield from self._drafts()
         if alive:
             yield from self._gauges(self._latest)
+
+    def _at(self, field: str) -> list[int]:
+        """The counts of drafts by position, those of earlier engines included."""
+        counts = zip_longest(self._base_at[field], getattr(self._latest, field), fillvalue=0)
+        return [before + now for before, now in counts]
+
+    def _drafts(self) -> Iterator[Metric]:
+        drafts = "Times that tokens were drafted for a sequence."
+        count = next(iter(self._at("drafted_at")), 0)
+        yield CounterMetricFamily("octavo_spec_decode_num_drafts", drafts, value=count)
+        for field, (name, text) in _DRAFTS_AT.items():
+            family = CounterMetricFamily(f"octavo_{name}", text, labels=["position"])
+            for position, value in enumerate(self._at(field) or [0]):
+                family.add_metric([str(position)], value)
+            yield family
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         text = "Requests that have been in a step and are not complete."

@@ -18,6 +18,7 @@ class PromptTimes:
         arrival: when the HTTP request arrived.
         num_prompt: tokens of the prompt.
         num_cached: prompt tokens found in the prefix cache.
+        num_drafted, num_accepted: tokens that were drafted for its answers, and those of them that came.
         scheduled: when a step first had room for it, which ends its queueing.
         sampled: when the engine knew its first token, which ends its prefill.
         first_token, last_token: when tokens arrived here; for beams, when they became certain.
@@ -29,6 +30,8 @@ class PromptTimes:
     num_prompt: int
     num_answers: int
     num_cached: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     scheduled: float | None = None
     sampled: float | None = None
     first_token: float | None = None
@@ -45,6 +48,8 @@ class PromptTimes:
     def note(self, delta: RequestDelta) -> None:
         """Copy the times that the engine measured."""
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        self.num_drafted += delta.num_draft_tokens
+        self.num_accepted += delta.num_accepted_draft_tokens
         if self.scheduled is None:
             self.scheduled = delta.scheduled_time
         if self.sampled is None:

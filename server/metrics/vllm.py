@@ -21,6 +21,8 @@ SHARED_NAMES = frozenset(
         "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
         "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
         "request_prompt_tokens", "request_generation_tokens", "iteration_tokens_total",
+        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
     )
 )  # fmt: skip
 _OURS, _THEIRS = "octavo_", "vllm:"
