@@ -168,6 +168,8 @@ class StoreMachine(RuleBasedStateMachine):
             held = held[: len(held) // 2 if how == "cut" else 0]
         path.write_bytes(held)
         self.damaged.add(path)  # whatever was done to it before: one that is right again would be a coincidence
+        if data.draw(st.booleans()):
+            self.read(2 if path.parent.name == OTHER.hex() else 0, bytes.fromhex(path.name)[0])
 
     @rule(which=which)
     def restart(self, which: int) -> None:
