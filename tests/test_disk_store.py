@@ -273,3 +273,18 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
     assert one.known == {named(1)}
     assert one.read(named(1), np.zeros(SIZE, dtype=np.uint8))
     assert not one.write(named(2), content(2))
+
+
+def test_a_page_in_the_place_of_another(tmp_path: Path) -> None:
+    """Its own hash and its own model are part of the checksum."""
+    one, other, found = make(tmp_path), make(tmp_path, model=OTHER), np.zeros(SIZE, dtype=np.uint8)
+    for number in (1, 2, 3):
+        one.write(named(number), content(number))
+    other.write(named(3), content(3, OTHER))
+    own = tmp_path / MODEL.hex()
+    shutil.copy(own / named(1).hex(), own / named(2).hex())
+    shutil.copy(own / named(3).hex(), tmp_path / OTHER.hex() / named(3).hex())
+    assert not one.read(named(2), found)
+    assert not other.read(named(3), found)
+    assert one.read(named(1), found)
+    assert (one.damaged, other.damaged) == (1, 1)
