@@ -112,7 +112,7 @@ class DraftModel:
         if has_state or not decodes:
             self._executor.close()
             raise ConfigError(
-                f"speculative_config: {settings.model} cannot draft: it is not a decoder-only model whose layers are all without a state."
+                f"speculative_config: {settings.model} cannot draft: that takes a decoder without state layers."
             )
         self._most = settings.num_speculative_tokens
         self._texts = TextDrafter(self._most, own=False)
