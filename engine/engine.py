@@ -507,8 +507,8 @@ class Engine:
         if settings.method != "off" and self.scheduler.states is not None:
             if self._draft_model is not None:
                 raise ConfigError(
-                    f"speculative_config: layers of {config.model} carry a state, which cannot go back, so no tokens "
-                    "are drafted. Remove speculative_config."
+                    f"speculative_config: layers of {config.model} carry a state, which cannot be rolled back after a "
+                    f"rejected draft. Remove speculative_config."
                 )
             if own:
                 logger.info(

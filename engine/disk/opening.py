@@ -25,9 +25,12 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
     """
     if config.kv_disk is None:
         return None
-    info = executor.facts.info
-    if info.encoder_only or not executor.facts.needs.paged or info.max_encoder_len is not None:
-        logger.info("%s has no pages for kv_disk: only decoder-only models use it.", config.model)
+    info, needs = executor.facts.info, executor.facts.needs
+    if info.encoder_only or not needs.paged or info.max_encoder_len is not None or needs.state_size:
+        logger.info(
+            "kv_disk is not used: %s is no decoder-only model, or has layers with a state, which pages lack.",
+            config.model,
+        )
         return None
     if executor.facts.num_states:
         logger.info("kv_disk is not used: layers of %s carry a state, which is not kept on disk.", config.model)

@@ -112,7 +112,8 @@ class DraftModel:
         if has_state or not decodes:
             self._executor.close()
             raise ConfigError(
-                f"speculative_config: {settings.model} cannot draft: that takes a decoder without state layers."
+                f"speculative_config: {settings.model} cannot draft. A draft model must be decoder-only, and no layer "
+                f"may carry a state."
             )
         self._most = settings.num_speculative_tokens
         self._texts = TextDrafter(self._most, own=False)

@@ -17,7 +17,7 @@ WINDOWS: dict[str, Any] = BASE | {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-# Queries grow within a prompt of 40 tokens.
+# Queries grow within a prompt of 40 tokens. Configs of Mistral 4 write into it, so each shape has its own.
 TEMPERED: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -60,12 +60,12 @@ GROUPS: dict[str, Any] = {
 SHAPES = {
     "ministral3": FamilyShape(
         "Ministral3ForCausalLM",
-        BASE | {"head_dim": 10, "sliding_window": None, "rope_parameters": TEMPERED},
+        BASE | {"head_dim": 10, "sliding_window": None, "rope_parameters": dict(TEMPERED)},
         prompts=(0, 2, 1, 3),
     ),
     "ministral3-window-tied": FamilyShape(
         "Ministral3ForCausalLM",
-        BASE | {"head_dim": 8, "sliding_window": 9, "rope_parameters": TEMPERED, "tie_word_embeddings": True},
+        BASE | {"head_dim": 8, "sliding_window": 9, "rope_parameters": dict(TEMPERED), "tie_word_embeddings": True},
         prompts=(3, 8, 1, 0),
     ),
     "cwm": FamilyShape(
@@ -181,7 +181,7 @@ SHAPES = {
     ),
     "mistral4": FamilyShape(
         "Mistral4ForCausalLM",
-        LATENT | GROUPS | {"rope_parameters": TEMPERED, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        LATENT | GROUPS | {"rope_parameters": dict(TEMPERED), "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
         prompts=(3, 4, 0, 6),
     ),
     "mistral4-ungrouped-dense-first": FamilyShape(
@@ -189,7 +189,7 @@ SHAPES = {
         LATENT
         | GROUPS
         | {
-            "rope_parameters": TEMPERED,
+            "rope_parameters": dict(TEMPERED),
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
