@@ -459,7 +459,7 @@ def test_keywords_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ([], "a command is missing: serve, run, chat, complete"),
         (["srve"], "unknown command 'srve'; did you mean serve?"),
-        (["dance"], "unknown command 'dance'; there are serve"),
+        (["dance"], "unknown command 'dance'; the commands are serve"),
         (["--port", "3", "serve"], "--port must come after the command"),
     ],
 )
