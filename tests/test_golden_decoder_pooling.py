@@ -153,7 +153,7 @@ NO_CLASSES = (
     *("Apertus", "CodeGen", "Cohere", "Dbrx", "Dots1", "Ernie4_5", "Glm4Moe", "Granite", "Llama4"),
     *("MiniMaxM2", "NanoChat"),
     *("OlmoFor", "Olmoe", "VaultGemma", "XGLM"),
-    *("Afmoe", "Cwm", "ExaoneMoe", "FlexOlmo", "Gemma3n", "Gemma4", "HYV3", "HyperCLOVAX", "Jais2", "Laguna"),
+    *("Afmoe", "Cwm", "ExaoneMoe", "FlexOlmo", "Gemma3n", "Gemma4", "HYV3", "HyperCLOVAX", "Jais2", "Laguna", "Lfm2"),
     *("Mellum", "SolarOpen", "Youtu"),
 )
 NO_TOKEN_CLASSES = (

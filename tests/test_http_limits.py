@@ -517,7 +517,7 @@ def test_the_documentation_needs_no_other_site() -> None:
         ({"stop_token_ids": [""] * 1000}, "stop_token_ids: Input should be a valid integer; got ''."),
         ({"stop": [1] * 100_000}, "stop may have at most 16 strings, got 100000."),
         ({"logit_bias": {str(number): "x" for number in range(5000)}}, "logit_bias may have at most 1024 token ids"),
-        ({"bad_words_ids": [["x"] * 9] * 3000}, "bad_words_ids may have at most 1024 token ids in all, got 27000."),
+        ({"bad_words_ids": [["x"] * 9] * 3000}, "bad_words_ids may have at most 1024 token ids in total, got 27000."),
         ({"prompt": [[1]] * 40_000}, "The body has 40002 arrays and objects, but at most 32768"),
         ({"x": {str(number): 1 for number in range(66_000)}}, "fields of objects, but at most 65536"),
         ({str(number): 1 for number in range(2000)}, "The body may have at most 1024 fields, got 2001."),

@@ -255,7 +255,7 @@ def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -
     A decoder whose tokens see later ones cannot generate: without a language-model head, it is treated as an encoder.
     """
     assert model.decoder is not None
-    causal = all(block.attention.causal for block in model.decoder.blocks)
+    causal = all(block.attention.causal for block in model.decoder.blocks if block.attention.heads)
     if name not in _BY_ARCHITECTURE:
         model = replace(model, head=classifier(config, name))
     elif headless and isinstance(model.head, Lm) and not (causal and model.head.tied):
