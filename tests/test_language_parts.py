@@ -222,7 +222,7 @@ def test_layers_that_guess_later_tokens_are_left_out(tmp_path: Path) -> None:
     save_file(stored | {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
     make_engine(tmp_path, max_model_len=96).close()
     save_file(stored | {"mtm.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match="mtm.layers.0"):
+    with pytest.raises(ModelLoadError, match=r"mtm\.layers\.0"):
         make_engine(tmp_path, max_model_len=96)
 
 

@@ -1,8 +1,8 @@
 """The operations of a layer program that carry a state from token to token.
 
 They read the state of each row before its first token and write the state after its last one
-(`engine.model.inputs.States`). The result of a token depends on its own row's tokens alone, and not on how they are
-divided into steps.
+(`engine.model.inputs.States`). A token's result depends only on its row's tokens, not on how they are divided into
+steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Convolve(HasRows):
     """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)).
 
     Attributes:
-        gated: which of them.
-        layer: whose state, among the layers that have one.
+        gated: which of the two.
+        layer: the layer's number among those with a state.
     """
 
     READS = ("x",)
@@ -39,7 +39,7 @@ class ApplyDelta(HasRows):
     Attributes:
         x: queries, keys and values.
         rates: as of `DeltaRuleAttention`.
-        layer: whose state, among the layers that have one. Matrices lie behind the convolution's part of it.
+        layer: the layer's number among those with a state. Its matrices follow the convolution's part of the state.
     """
 
     READS = ("x", "rates", "opening")

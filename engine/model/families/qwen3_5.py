@@ -25,7 +25,6 @@ from engine.model.spec import (
 )
 from engine.model.table import Entry, HeadRows, Joined, Reshaped, Same
 
-
 # The least and the most that they may be.
 _SIZES = {
     "linear_num_key_heads": (1, 1024),

@@ -1,8 +1,8 @@
 """The parts that a transformer is made of, as frozen values.
 
 A family is a composition of these parts and nothing else; `engine.model.transformer` builds modules
-from them. A choice between alternatives is a sum type (`Placement`, `FeedForward` …), so a novelty is a
-new member and not another boolean. Sizes are counted in features or tokens as their names say.
+from them. A choice between alternatives is a sum type (`Placement`, `FeedForward` …), so a new alternative is a new
+member, not another boolean. Sizes are in features or tokens, as their names say.
 """
 
 from engine.model.spec.attention import (
@@ -79,7 +79,8 @@ __all__ = [
     "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
     "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
-    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput", "LayerVectors",
+    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput",
+    "LayerVectors",
     "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual", "NormedSum",
     "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Post", "Pre", "PredictingStream",
     "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing", "Sandwich", "ScaledInput",
