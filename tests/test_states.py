@@ -139,23 +139,24 @@ def test_gpus_are_refused_by_name(folder: Path) -> None:
         starting.resolve(EngineConfig(model=str(folder), skip_tokenizer_init=True), torch.device("cuda"))
 
 
-def test_states_that_are_large_leave_room_for_four_requests(tmp_path: Path) -> None:
-    """In the proportions of 20 MB of states and 512 MiB of cache: four requests hold two slots each in a step, and
-    snapshots have the rest."""
+@pytest.mark.parametrize(("cache", "count"), [(26, 12), (10, 4)])
+def test_states_that_are_large_leave_room_for_four_requests(cache: int, count: int, tmp_path: Path) -> None:
+    """In the proportions of 20 MB and 52 MB of states in 512 MiB of cache. Each request holds two slots in a step, and
+    snapshots have the rest; in the second case the requests take turns."""
     make_family_checkpoint(replace(FAMILY_SHAPES["qwen3.5"], vocab=VOCAB), tmp_path)
     with engine_of(tmp_path) as one:
-        cache = one.runner.cache
-        assert cache.states is not None
-        size = sum(layer[0].nbytes for layer in cache.states.layers)
-    settings = {"kv_cache_memory": 26 * size, "num_gpu_blocks_override": None, "max_num_seqs": 64}
+        assert one.runner.cache.states is not None
+        size = sum(layer[0].nbytes for layer in one.runner.cache.states.layers)
+    settings = {"kv_cache_memory": cache * size, "num_gpu_blocks_override": None, "max_num_seqs": 64}
     jobs = [Job(prompt(80 + number, 30), greedy(12, ignore_eos=True)) for number in range(4)]
     with engine_of(tmp_path, enable_prefix_caching=False) as one:
         expected = run_alone(one, jobs)
     with engine_of(tmp_path, **settings) as one, watching(one) as plans:
         assert run(one, jobs) == expected
-        assert one.stats().num_preemptions == 0
-        assert max(plan.num_rows for plan in plans) == 4
-        assert slots_of(one).total == 12
+        assert slots_of(one).total == count
+        if count >= 2 * len(jobs):
+            assert one.stats().num_preemptions == 0
+            assert max(plan.num_rows for plan in plans) == 4
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ _NAMES = DecoderNames(
 FAMILIES = (
     decoder(
         "Qwen3.5",
-        pairs("Qwen3_5"),
+        ("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
         "gated delta rule with a state in most layers, gated attention, QK norms per head",
         attention=_attention,
         mixing=_mixing,
@@ -186,7 +186,7 @@ FAMILIES = (
     ),
     decoder(
         "Qwen3.5-MoE",
-        pairs("Qwen3_5Moe"),
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
         "gated delta rule with a state in most layers, gated attention, MoE with a shared expert",
         attention=_attention,
         mixing=_mixing,
