@@ -607,6 +607,8 @@ def test_models_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("chat: {model: x, max_model_len: no}", "model chat: max_model_len must be"),
         ("chat: {aliases: [x]}", "chat lacks model: the folder, GGUF file or hub id"),
         ("chat: {model: x, pinned: 1}", "model chat: pinned must be true or false, got 1"),
+        ("chat: {model: [x]}", "chat: model must be a folder, a GGUF file or a hub id, got ['x']"),
+        (f"chat: {{model: x, idle_time: 1{'0' * 400}}}", "model chat: idle_time must be seconds, 0 for never"),
         ("chat: {model: x, idle_time: -1}", "model chat: idle_time must be seconds, 0 for never, got -1"),
         ("a: {model: x, aliases: b}\nb: y", "b selects both the model a and the model b"),
         ("a b: x", "a model's name must be"),
