@@ -168,6 +168,8 @@ class StoreMachine(RuleBasedStateMachine):
             held = held[: len(held) // 2 if how == "cut" else 0]
         path.write_bytes(held)
         self.damaged.add(path)  # whatever was done to it before: one that is right again would be a coincidence
+        if data.draw(st.booleans()):
+            self.read(2 if path.parent.name == OTHER.hex() else 0, bytes.fromhex(path.name)[0])
 
     @rule(which=which)
     def restart(self, which: int) -> None:
@@ -271,3 +273,18 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
     assert one.known == {named(1)}
     assert one.read(named(1), np.zeros(SIZE, dtype=np.uint8))
     assert not one.write(named(2), content(2))
+
+
+def test_a_page_in_the_place_of_another(tmp_path: Path) -> None:
+    """Its own hash and its own model are part of the checksum."""
+    one, other, found = make(tmp_path), make(tmp_path, model=OTHER), np.zeros(SIZE, dtype=np.uint8)
+    for number in (1, 2, 3):
+        one.write(named(number), content(number))
+    other.write(named(3), content(3, OTHER))
+    own = tmp_path / MODEL.hex()
+    shutil.copy(own / named(1).hex(), own / named(2).hex())
+    shutil.copy(own / named(3).hex(), tmp_path / OTHER.hex() / named(3).hex())
+    assert not one.read(named(2), found)
+    assert not other.read(named(3), found)
+    assert one.read(named(1), found)
+    assert (one.damaged, other.damaged) == (1, 1)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, run, run_alon
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 from test_metamorphic_window import windowed_spec
 
-from engine import Engine
+from engine import Engine, EngineConfig
 from engine.disk import tier as disk_tier
+from engine.disk.opening import open_store
 from engine.disk.store import PageStore
 from engine.disk.tier import longest
 from engine.errors import ConfigError
+from engine.scheduling.needs import SequenceNeeds
 
 SMALL = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 # 61 tokens: 15 full pages. Their children diverge.
@@ -181,9 +184,27 @@ def test_a_disk_that_fails_is_reported_once(
     assert one.stats().disk_errors == 1
     messages = [record.getMessage() for record in caplog.records if record.name == "octavo.disk"]
     assert [message for message in messages if "cannot be" in message] == [
-        f"Pages cannot be written in {kept['kv_disk']}: No space left on device. Requests go on without them. Free "
+        f"Pages cannot be written in {kept['kv_disk']}: No space left on device. Requests continue without them. Free "
         "some space, or lower --kv-disk-size. This is reported once."
     ]
+
+
+@pytest.mark.parametrize(
+    ("info", "needs"),
+    [
+        ({"encoder_only": True}, SequenceNeeds(paged=False)),
+        ({"max_encoder_len": 64}, SequenceNeeds(encoder_length=64)),
+        ({}, SequenceNeeds(state_size=8)),
+    ],
+    ids=["encoder", "encoder-decoder", "states"],
+)
+def test_models_whose_pages_are_not_enough(info: dict[str, Any], needs: SequenceNeeds, kept: dict[str, Any]) -> None:
+    """They are served without the folder, which is not made."""
+    facts = SimpleNamespace(
+        info=SimpleNamespace(**{"encoder_only": False, "max_encoder_len": None} | info), needs=needs
+    )
+    assert open_store(EngineConfig(model="m", **kept), SimpleNamespace(facts=facts)) is None  # type: ignore[arg-type]
+    assert not Path(kept["kv_disk"]).exists()
 
 
 def test_settings_that_contradict_it(engines: Callable[..., Engine], kept: dict[str, Any], tmp_path: Path) -> None:

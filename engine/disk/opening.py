@@ -1,4 +1,4 @@
-"""The disk tier of an engine, from its settings."""
+"""Opens an engine's disk tier according to its settings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ logger = logging.getLogger("octavo.disk")
 
 
 def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, PageContent] | None:
-    """The folder of an engine's pages, and access to their content; None where the settings name no folder, the model
-    has no pages that prompts share, or the disk fails.
+    """The folder of an engine's pages, and access to their content; None if the settings name no folder, the model has
+    no pages that prompts share, or the disk fails.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
     if config.kv_disk is None:
         return None
-    info = executor.facts.info
-    if info.encoder_only or not executor.facts.needs.paged or info.max_encoder_len is not None:
-        logger.info("%s has no pages for kv_disk: only decoder-only models use it.", config.model)
+    info, needs = executor.facts.info, executor.facts.needs
+    if info.encoder_only or not needs.paged or info.max_encoder_len is not None or needs.state_size:
+        logger.info(
+            "kv_disk is not used: %s is no decoder-only model, or has layers with a state, which pages lack.",
+            config.model,
+        )
         return None
     if executor.facts.num_states:
         logger.info("kv_disk is not used: layers of %s carry a state, which is not kept on disk.", config.model)
@@ -42,7 +45,7 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
         store = PageStore(folder, limit, identity(config, info, cache.key_centres), content.size)
     except OSError as error:
         cause = error.strerror or str(error)
-        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # a full disk, a lock that is not given up
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # a full disk, or a lock that is not released
             logger.warning("Pages are not kept in %s until the next start: %s.", folder, cause)
             return None
         raise ConfigError(
@@ -60,7 +63,7 @@ def check_kv_disk(config: EngineConfig) -> None:
     """Refuse settings that contradict `kv_disk`, if it is set.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: names the settings.
     """
     if config.kv_disk is None:
         return

@@ -1,9 +1,9 @@
-"""Headers that isolate a page of this server: it loads nothing from elsewhere, and no other site may frame it."""
+"""Headers that isolate a page of this server: it loads nothing from other sites, and no other site may frame it."""
 
 from __future__ import annotations
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# For pages and all that they are made of. That no type is guessed is said of every answer (door/request_id.py).
+# For pages and all their files. Every response forbids browsers to guess a type (door/request_id.py).
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
