@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# Images that a visitor attaches are data: URLs.
+POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 # For pages and all that they are made of. That no type is guessed is said of every answer (door/request_id.py).
 HEADERS = {
     "Content-Security-Policy": POLICY,
