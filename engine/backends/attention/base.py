@@ -161,6 +161,8 @@ class AttentionMetadata:
             started again with other lengths (`engine.execution.cuda_graphs`), only the device knows those.
         max_queries: all rows together have no more queries, and how they share them only the device knows
             (`engine.execution.prompt_graphs`); None: `query_lens` says it.
+        two_way: of each row, whether its causal queries see all later keys of it, too (host): the tokens of an image
+            that see each other. None: none do.
         overlapping: a kernel may begin while the one before it ends (`engine.model.kernels.RowForm`).
     """
 
@@ -172,6 +174,7 @@ class AttentionMetadata:
     max_context: int | None = None
     max_queries: int | None = None
     overlapping: bool = False
+    two_way: tuple[bool, ...] | None = None
 
     @property
     def longest(self) -> int:
@@ -192,7 +195,12 @@ class AttentionMetadata:
         )
 
     @staticmethod
-    def of(query_start: NDArray[np.int32], context_lens: NDArray[np.int32], device: torch.device) -> AttentionMetadata:
+    def of(
+        query_start: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        device: torch.device,
+        two_way: tuple[bool, ...] | None = None,
+    ) -> AttentionMetadata:
         """Metadata of a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
         return AttentionMetadata(
             query_lens=(query_start[1:] - query_start[:-1]).tolist(),
@@ -200,6 +208,7 @@ class AttentionMetadata:
             query_start=upload(query_start, device),
             context=upload(context_lens, device),
             cache={},
+            two_way=two_way,
         )
 
 
